@@ -1,8 +1,8 @@
 """Pixels of an image and seconds of audio, read from the first bytes of a file and never by decoding it.
 
 Owns: the few header formats below and what is absurd in them. The bytes come from strangers: each read is
-bounded by the length that is there, each loop by the number of segments, and a header that promises more than the
-bytes behind it could hold is refused, since the promise is what memory will be leased for.
+bounded by the length that is there, each loop by a number of segments, and a header that promises more
+than the bytes behind it could hold is refused, since the promise is what memory will be leased for.
 Does not own: whether the rest of the file is sound; the model finds that out.
 
 Sources: PNG (ISO/IEC 15948) IHDR; JPEG (ITU-T T.81) SOFn; GIF89a logical screen; WebP (RFC 9649); BMP (DIB
@@ -154,13 +154,11 @@ def _wav_seconds(data: bytes) -> float:
             if not bytes_per_second:
                 raise HeaderError("is no sound WAV file: its data come before their format")
             here = len(data) - at
-            if (
-                length == _WAV_OPEN_END
-            ):  # written by a recorder that could not seek back: the data go to the end
+            if length == _WAV_OPEN_END:  # by a recorder that could not seek back: to the end
                 length = here
             if length > here:
                 raise HeaderError(f"is cut off: it says {length} bytes of audio, and {here} are there")
-            return length / bytes_per_second
+            return int(length) / bytes_per_second
         at += length + (length & 1)
     raise HeaderError("is no sound WAV file: too many chunks before its data")
 
@@ -182,9 +180,9 @@ def _wav_rate(data: bytes, at: int) -> int:
 
 def _flac_seconds(data: bytes) -> float:
     kind, packed = struct.unpack_from(">B13xQ", data, 4)
-    rate, samples = packed >> 44, packed & 0xFFFFFFFFF
+    rate, samples = int(packed >> 44), int(packed & 0xFFFFFFFFF)
     if kind & 0x7F or not rate:
         raise HeaderError("is no sound FLAC file: it does not begin with a valid STREAMINFO")
     if samples > (len(data) // _FLAC_FRAME_BYTES + 1) * _FLAC_SAMPLES:
         raise HeaderError(f"says {samples} samples, more than its {len(data)} bytes can hold")
-    return int(samples) / int(rate)
+    return samples / rate

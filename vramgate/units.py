@@ -1,8 +1,8 @@
-"""The small language that says what a model's memory grows with: `height * width`, `pixels(image)`, `len(text)`.
+"""The small language that says what a model's memory grows with: `height * width`, `seconds(audio)`.
 
-Owns: its grammar, its evaluation from decoded inputs, and the bounds of the result. The gateway evaluates
-it before anything is queued, and the child once more, so it must be cheap and safe on hostile inputs: the text is
-parsed once into closures out of a closed list of node kinds, and nothing of it is ever executed as Python.
+Owns: its grammar, its evaluation from decoded inputs, and the bounds of the result. The gateway evaluates it
+before anything is queued, and the child once more, so it must be cheap, and safe on hostile inputs: the text
+is parsed once into closures out of a closed list of node kinds, and nothing of it is ever executed as Python.
 Does not own: reading of media headers (`vramgate.media`), or what one unit costs in bytes (estimates).
 
     expression := number | field | expression (+ - * /) expression | ( expression ) | function ( field )
@@ -43,8 +43,9 @@ class Units:
     def evaluate(self, inputs: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None) -> float:
         """Units of one input: finite, over 0, at most 2**53.
 
-        `defaults` stand in for absent fields (those of the model's schema). Raises `InputError` naming the
-        field that is missing, of the wrong kind, negative, or whose media header is absent, truncated or absurd.
+        `defaults`, those of the model's schema, stand in for absent fields. Raises `InputError` naming the
+        field that is missing, of the wrong kind, negative, or whose media header is absent, truncated or
+        absurd.
         """
         value = self._root({**defaults, **inputs} if defaults else inputs)
         if not math.isfinite(value) or not 0 < value <= MAX_UNITS:
