@@ -9,15 +9,17 @@ Imports no torch: the same file is read by tools that have none.
 from __future__ import annotations
 
 import abc
+import functools
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import pydantic
+import pydantic.fields
 
 from vramgate.errors import InputError
-from vramgate.sizes import parse_bytes
+from vramgate.quantities import parse_size
 from vramgate.units import UnitsError, compile_units
 
 BatchUnits = Literal["sum", "max_times_n"]
@@ -151,13 +153,14 @@ class Model(abc.ABC):
     def count_units(cls, inputs: Mapping[str, Any] | pydantic.BaseModel) -> float:
         """The units of one input. Raises `InputError` as `Units.evaluate` does."""
         if isinstance(inputs, pydantic.BaseModel):
-            inputs = {name: getattr(inputs, name) for name in type(inputs).model_fields}
-        return compile_units(cls.units).evaluate(inputs, defaults=schema_defaults(cls.input_json_schema()))
+            fields = type(inputs).model_fields
+            inputs = {_wire_name(name, field): getattr(inputs, name) for name, field in fields.items()}
+        return compile_units(cls.units).evaluate(inputs, defaults=_defaults(cls))
 
     @classmethod
     def declared_bytes(cls) -> int | None:
         """`vram` as a number of bytes, or None when nothing is declared."""
-        return None if cls.vram is None else parse_bytes(cls.vram)
+        return None if cls.vram is None else parse_size(cls.vram)
 
     @classmethod
     def input_json_schema(cls) -> dict[str, Any]:
@@ -171,6 +174,16 @@ def schema_defaults(json_schema: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults of the top-level fields of a published input schema; units are counted with them."""
     fields: Mapping[str, Mapping[str, Any]] = json_schema.get("properties", {})
     return {name: field["default"] for name, field in fields.items() if "default" in field}
+
+
+@functools.cache
+def _defaults(cls: type[Model]) -> Mapping[str, Any]:
+    return schema_defaults(cls.input_json_schema())
+
+
+def _wire_name(name: str, field: pydantic.fields.FieldInfo) -> str:
+    """The name under which callers send a field, which is also its name in the published schema."""
+    return field.validation_alias if isinstance(field.validation_alias, str) else name
 
 
 def batch_need(units: Sequence[float], how: BatchUnits) -> float:
@@ -195,10 +208,12 @@ def _check_declarations(cls: type[Model]) -> None:
         fields = compile_units(cls.units).fields
     except UnitsError as error:
         raise ValueError(f"{cls.__name__}.units: {error}") from None
-    if cls.input_schema is not None and (unknown := sorted(fields - cls.input_schema.model_fields.keys())):
+    schema = cls.input_schema
+    if schema is not None and (
+        unknown := sorted(fields - {_wire_name(*item) for item in schema.model_fields.items()})
+    ):
         raise ValueError(
-            f"{cls.__name__}.units = {cls.units!r} names {unknown[0]!r}, "
-            f"which {cls.input_schema.__name__} has not"
+            f"{cls.__name__}.units = {cls.units!r} names {unknown[0]!r}, which {schema.__name__} has not"
         )
     try:
         cls.declared_bytes()
