@@ -62,6 +62,16 @@ class DriverCard(Protocol):
         """Bytes on the card; 0 where the driver cannot say, and then `read` raises."""
         ...
 
+    @property
+    def headroom(self) -> int:
+        """Bytes to leave free unless a setting says otherwise: 5 %, and on a real card at least 512 MiB."""
+        ...
+
+    @property
+    def remark(self) -> str:
+        """What a person should know of this card beside its numbers, in one line; empty for most."""
+        ...
+
     def read(self) -> MemoryReading:
         """Ask the driver now. May hang on a lost card: call it on a thread of its own, under a deadline.
 
