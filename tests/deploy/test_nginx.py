@@ -142,7 +142,7 @@ async def test_a_gateway_that_comes_back_gets_work_again(
 async def test_a_post_that_was_sent_is_sent_to_nobody_else(
     http: httpx.AsyncClient, gateways: tuple[StandIn, StandIn]
 ) -> None:
-    """A gateway that ends with a POST in hand: 502 at once, one gateway saw it, the caller is told what to do."""
+    """A gateway that ends with a POST in hand: 502 at once, one gateway saw it, and the caller is told."""
     for method in ("POST", "PATCH"):
         response = await http.request(method, "/v1/models/m/dies", json={})
         assert response.status_code == 502
