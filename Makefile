@@ -32,6 +32,7 @@ env: $(STAMP)
 # silero-vad is wanted for the TorchScript file in its wheel; its dependencies (torchaudio, onnxruntime) are not.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else "vramgate needs Python 3.11 to 3.13, and $(PYTHON) is %d.%d; say which one with make PYTHON=..." % v)'
+	@echo "building $(VENV); torch is large, so this takes a minute or more"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -c constraints.txt -e '.[gateway,agent,embedded,dev]'
 	$(PIP) install -q -c constraints.txt --no-deps silero-vad

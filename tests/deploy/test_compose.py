@@ -103,7 +103,7 @@ def test_services_are_given_the_time_that_their_drain_takes(services: dict[str, 
 def test_nginx_and_compose_mean_the_same_gateways(
     document: dict[str, Any], services: dict[str, Service]
 ) -> None:
-    """The upstream of deploy/nginx.conf is exactly the gateways' fixed addresses, all in the file's subnet."""
+    """The upstream of deploy/nginx.conf is exactly the gateways' fixed addresses, all in its subnet."""
     fixed = {
         f"{service['networks']['front']['ipv4_address']}:{service['environment']['VRAMGATE_GATEWAY__PORT']}"
         for service in gateways_of(services).values()
@@ -117,7 +117,7 @@ def test_nginx_and_compose_mean_the_same_gateways(
 
 
 def test_without_keys_only_loopback_is_published(services: dict[str, Service]) -> None:
-    """Gateways are told to serve without keys, so the one published port is on loopback and none is theirs."""
+    """Gateways are told to serve without keys, so the one published port is nginx's, on loopback."""
     published = [port for service in services.values() for port in service.get("ports", [])]
     assert published == ["127.0.0.1:${GATEWAY_PORT:-8000}:8080"]
 
