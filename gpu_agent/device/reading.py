@@ -1,7 +1,7 @@
 """What the driver says about one card: the supervisor's side of the device interface.
 
-Owns the shape of a reading and of a card, and the two ways in which there is none. Knows nothing of leases and
-imports no torch: what a reading means for grants is decided in the ledger.
+Owns the shape of a reading and of a card, and the two ways in which there is none. Knows nothing of leases
+and imports no torch: what a reading means for grants is decided in the ledger.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Protocol
 class MemoryReading:
     """One look at the driver, in bytes: `total = driver + used + free`.
 
-    `used` leaves out the driver's own reserve (NVML's v2 figure). `processes` maps a pid to its bytes, and is None
-    where the driver does not show processes of this pid namespace: unknown is not the same as none.
+    `used` leaves out the driver's own reserve (NVML's v2 figure). `processes` maps a pid to its bytes, and is
+    None where the driver does not show processes of this pid namespace: unknown is not the same as none.
     """
 
     total: int
@@ -80,11 +80,11 @@ class DriverCard(Protocol):
         ...
 
     def xids(self) -> list[int]:
-        """Hardware Xid events since the last call, oldest first; empty where the driver does not report them."""
+        """Hardware Xid events since the last call, oldest first; empty where none are reported."""
         ...
 
     def child_environment(self) -> dict[str, str]:
-        """What the torch child's environment must hold, before exec, so that it sees this card and no other."""
+        """What the torch child's environment must hold before exec: it sees this card and no other."""
         ...
 
     def close(self) -> None:

@@ -1,10 +1,11 @@
 """The state of a simulated card that several processes share: one small mapped file per card.
 
-Owns who holds how many bytes (a child, a stranger), the delay after which a dead process's bytes are back, and the
-faults that tests put on a card. Knows no torch and no allocator: `sim_torch` and `simulated` both map this file.
+Owns who holds how many bytes (a child, a stranger), the delay after which a dead process's bytes are back,
+and the faults that tests put on a card. Knows no torch and no allocator: `sim_torch` and `simulated` both map
+this file.
 
-The file is a header and a table of slots, all little-endian 64-bit integers. Whoever moves bytes holds a lock on the
-file, which the kernel drops when its holder is killed; single fields are read without it.
+The file is a header and a table of slots, all little-endian 64-bit integers. Whoever moves bytes holds a lock
+on the file, which the kernel drops when its holder is killed; single fields are read without it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _MAGIC = int.from_bytes(b"vgsim-01", "little")
@@ -70,7 +71,7 @@ class CardFull(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CardConfig:
-    """What a simulated card is like. Bytes of the card; `scale` card bytes stand for one byte of host memory."""
+    """What a simulated card is like. `scale` bytes of the card stand for one byte of host memory."""
 
     total: int
     driver: int
@@ -91,7 +92,14 @@ class _Slot:
     poisoned: int
 
     def write(self, file: mmap.mmap) -> None:
-        packed = (self.holder | self.poisoned << 8, self.pid, self.started, self.nbytes, self.dead_since_ns, 0)
+        packed = (
+            self.holder | self.poisoned << 8,
+            self.pid,
+            self.started,
+            self.nbytes,
+            self.dead_since_ns,
+            0,
+        )
         _WORDS.pack_into(file, _SLOTS_AT + self.number * _WORDS.size, *packed)
 
 
@@ -116,7 +124,7 @@ class SimCardFile:
 
     @classmethod
     def create(cls, path: Path, *, uuid: str, config: CardConfig) -> SimCardFile:
-        """Map the card at `path`, made first where there is none. A card that is in use keeps its configuration."""
+        """Map the card at `path`, made first if need be. A card in use keeps its configuration."""
         path.parent.mkdir(parents=True, exist_ok=True)
         guard = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -127,7 +135,8 @@ class SimCardFile:
                 _write_new(path, uuid)
                 card = cls(path)
             with card._locked():
-                if not any(True for _ in card._slots()):
+                card._reap()
+                if all(slot.dead_since_ns for slot in card._slots()):
                     card._configure(config)
             return card
         finally:
@@ -230,12 +239,10 @@ class SimCardFile:
         with self._locked():
             for slot in list(self._slots()):
                 if slot.holder == Holder.CHILD:
-                    _Slot(
-                        slot.number, slot.holder, slot.pid, slot.started, slot.nbytes, slot.dead_since_ns, 1
-                    ).write(self._map)
+                    replace(slot, poisoned=1).write(self._map)
 
     def is_broken(self, number: int) -> bool:
-        """Whether work of this slot fails: its context is poisoned, or the card is lost. Cheap; without the lock."""
+        """Whether work of this slot fails: its context is poisoned, or the card lost. Takes no lock."""
         poisoned = self._map[_SLOTS_AT + number * _WORDS.size + 1] != 0
         return poisoned or self._map[_Field.FAULT] == Fault.LOST
 
@@ -257,7 +264,6 @@ class SimCardFile:
         self._put(_Field.SCALE, config.scale)
         self._put(_Field.RETURN_DELAY_MS, config.return_delay_ms)
         self._put(_Field.SHOWS_PROCESSES, int(config.shows_processes))
-        self._put(_Field.FAULT, Fault.NONE)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -298,9 +304,7 @@ class SimCardFile:
         for slot in list(self._slots()):
             if slot.dead_since_ns == 0:
                 if _start_of(slot.pid) != slot.started:
-                    _Slot(
-                        slot.number, slot.holder, slot.pid, slot.started, slot.nbytes, now, slot.poisoned
-                    ).write(self._map)
+                    replace(slot, dead_since_ns=now).write(self._map)
             elif now - slot.dead_since_ns >= delay_ns:
                 _Slot(slot.number, Holder.FREE, 0, 0, 0, 0, 0).write(self._map)
 

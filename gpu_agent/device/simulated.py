@@ -1,7 +1,8 @@
-"""The simulated card as its driver would show it: the supervisor's side, and the handles of tests and the demo.
+"""The simulated card as its driver would show it: the supervisor's side, and the handles of tests and the
+demo.
 
-Owns the making of cards from a line like `2x24GiB`, and what can be done to one from outside: strangers that appear
-and vanish, faults, Xids. The shared state is `sim_card`'s; what torch holds is `sim_torch`'s.
+Owns the making of cards from a line like `2x24GiB`, and what can be done to one from outside: strangers that
+appear and vanish, faults, Xids. The shared state is `sim_card`'s; what torch holds is `sim_torch`'s.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Self
 
 from gpu_agent.device.reading import CardUnreadable, MemoryReading
 from gpu_agent.device.sim_card import CardConfig, Fault, Holder, SimCardFile
-from vramgate.sizes import format_bytes, parse_bytes
+from vramgate.quantities import format_size, parse_size
 
 _SEGMENT = 2 * 1024**2
 _GEOMETRY = re.compile(r"\s*(\d{1,3})\s*[xX]\s*(.+)")
@@ -41,7 +42,8 @@ class SimSpec:
 
     @classmethod
     def parse(cls, text: str) -> SimSpec:
-        """Read `2x24GiB`, optionally followed by `,context=300MiB,driver=64MiB,scale=4,delay_ms=200,processes=off`.
+        """Read `2x24GiB`, optionally followed by
+        `,context=300MiB,driver=64MiB,scale=4,delay_ms=200,processes=off`.
 
         Raises ValueError with one line that says what is wrong and how it is written.
         """
@@ -49,10 +51,10 @@ class SimSpec:
         match = _GEOMETRY.fullmatch(geometry)
         if match is None or not 1 <= int(match[1]) <= _MOST_CARDS:
             raise ValueError(
-                f"simulate = {text!r}: write the number of cards (1 to {_MOST_CARDS}) and their size, like '2x24GiB'"
+                f"simulate = {text!r}: write how many (1 to {_MOST_CARDS}) and a size, like '2x24GiB'"
             )
         try:
-            spec = cls(count=int(match[1]), total=parse_bytes(match[2]) // _SEGMENT * _SEGMENT)
+            spec = cls(count=int(match[1]), total=parse_size(match[2]) // _SEGMENT * _SEGMENT)
             for option in options:
                 spec = spec._with(option)
         except ValueError as error:
@@ -65,22 +67,24 @@ class SimSpec:
         name, _, value = (part.strip() for part in option.partition("="))
         match name:
             case "context":
-                return replace(self, context=parse_bytes(value))
+                return replace(self, context=parse_size(value))
             case "driver":
-                return replace(self, driver=parse_bytes(value))
+                return replace(self, driver=parse_size(value))
             case "scale" if value.isdecimal() and int(value) >= 1:
                 return replace(self, scale=int(value))
             case "delay_ms" if value.isdecimal():
                 return replace(self, return_delay_ms=int(value))
             case "processes" if value in ("on", "off"):
                 return replace(self, shows_processes=value == "on")
-        raise ValueError(f"{option.strip()!r} is not known: context, driver, scale, delay_ms, processes=on|off")
+        raise ValueError(
+            f"{option.strip()!r} is not known: context, driver, scale, delay_ms, processes=on|off"
+        )
 
     def configure(self, *, available: int) -> CardConfig:
         """Fill in what was left open, for a host with so many bytes of memory available.
 
-        All cards together fit half of it: one byte of the host then stands for `scale` bytes of a card. Driver and
-        context cost 1/64 of the card each, about what they cost on a real one of 24 GiB.
+        All cards together fit half of it: one byte of the host then stands for `scale` bytes of a card.
+        Driver and context cost 1/64 of the card each, about what they cost on a real one of 24 GiB.
         """
         share = max(self.total // 64 // _SEGMENT, 1) * _SEGMENT
         return CardConfig(
@@ -94,7 +98,7 @@ class SimSpec:
 
 
 class Stranger:
-    """Foreign use of a card, as a training script beside us would be. Dies with the process that it is booked on."""
+    """Foreign use of a card, like a training script beside us. Dies with the process it is booked on."""
 
     def __init__(self, file: SimCardFile, slot: int, nbytes: int) -> None:
         self._file = file
@@ -133,7 +137,7 @@ class SimulatedCard:
 
     @property
     def product(self) -> str:
-        return f"simulated {format_bytes(self._config.total)}"
+        return f"simulated {format_size(self._config.total)}"
 
     @property
     def total(self) -> int:
@@ -153,10 +157,8 @@ class SimulatedCard:
         return f"simulated on this host's memory: one real byte counts as {self.scale}"
 
     def read(self) -> MemoryReading:
-        while self._file.fault is Fault.HANGING:
+        while not self._file.closed and self._file.fault is Fault.HANGING:
             time.sleep(0.01)
-            if self._file.closed:
-                break
         if self._file.closed:
             raise CardUnreadable(f"{self.uuid} was closed", lost=False)
         if self._file.fault is Fault.LOST:
@@ -210,12 +212,12 @@ class SimulatedCard:
         self._file.add_xid(xid)
 
     def poison(self) -> None:
-        """Break the context of the child that runs now: each operation fails, also its canary, until it is replaced."""
+        """Break the context of the child that runs now: its operations and canary fail from then on."""
         self._file.poison()
 
 
 def create_cards(spec: SimSpec, *, host_dir: Path) -> Sequence[SimulatedCard]:
-    """Open the cards of `spec`, made where there are none. The same host, folder and size give the same cards again."""
+    """Open the cards of `spec`, made where there are none. Same host, folder and size: same cards again."""
     config = spec.configure(available=available_memory())
     seed = f"{platform.node()}\0{host_dir.resolve()}\0{spec.total}"
     family = hashlib.sha256(seed.encode()).hexdigest()[:8]
@@ -229,7 +231,7 @@ def create_cards(spec: SimSpec, *, host_dir: Path) -> Sequence[SimulatedCard]:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that can still be taken: the kernel's estimate, or less where a cgroup bounds us."""
+    """Host memory that can still be taken: the kernel's estimate, or less where a cgroup bounds us."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

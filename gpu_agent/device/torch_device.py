@@ -72,7 +72,7 @@ class TorchDevice(Protocol):
         ...
 
     def segments(self) -> int:
-        """A number that changes whenever the allocator grew or shrank, so that a reading can be bracketed by it."""
+        """A number that changes whenever the allocator grew or shrank, to bracket a reading of the driver."""
         ...
 
     def ooms(self) -> int:
@@ -80,10 +80,11 @@ class TorchDevice(Protocol):
         ...
 
     def adopt(self, held: object) -> int:
-        """Count what `held` (a tensor, a module, a container, or an object with such attributes) keeps on the card.
+        """Count what `held` (a tensor, a module, a container, or an object with such attributes) keeps on the
+        card.
 
-        Call it after a model's load: a simulated card cannot see weights that were read from a file. Returns the bytes
-        newly counted; on CUDA the allocator has counted them already and this returns 0.
+        Call it after a model's load: a simulated card cannot see weights that were read from a file. Returns
+        the bytes newly counted; on CUDA the allocator has counted them already and this returns 0.
         """
         ...
 
@@ -103,11 +104,11 @@ class TorchDevice(Protocol):
         ...
 
     def reserve(self, nbytes: int) -> AbstractContextManager[None]:
-        """Declare workspace that kernels take without a tensor. Counts on a simulated card only: CUDA sees its own."""
+        """Declare workspace that kernels take without a tensor. Counts where simulated: CUDA sees its own."""
         ...
 
     def canary(self) -> bool:
-        """A fixed matmul with a known answer: False means that this process's context can no longer be trusted."""
+        """A fixed matmul with a known answer: False means that this process's context cannot be trusted."""
         ...
 
 

@@ -1,7 +1,7 @@
 """What a failed run says about the card, the model and the caller: `classify`.
 
-Owns the reading of exceptions, torch's and CUDA's included, without importing torch. Owns no consequence: the child
-checks a suspect with synchronise and canary, the supervisor decides on retries and crash counts.
+Owns the reading of exceptions, torch's and CUDA's included, without importing torch. Owns no consequence: the
+child checks a suspect with synchronise and canary, the supervisor decides on retries and crash counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Verdict(enum.Enum):
 
 _MEMORY_CODE = 2  # cudaErrorMemoryAllocation
 # CUDA runtime errors of a call that was refused; they leave the context whole. Every other code is a suspect.
-_HARMLESS_CODES = frozenset({1, 8, 9, 12, 20, 22, 98, 101, 200, 209, 218, 221, 222, 223, 701, 704, 705, 800, 801})
+_HARMLESS_CODES = frozenset(
+    {1, 8, 9, 12, 20, 22, 98, 101, 200, 209, 218, 221, 222, 223, 701, 704, 705, 800, 801}
+)
 
 _OOM_TEXT = re.compile(
     r"(CUDA|HIP|CUBLAS|CUDNN)[ _]error: out of memory"
@@ -57,8 +59,9 @@ _SUSPECT_TEXT = re.compile(
 def classify(error: BaseException, *, device_oom: bool) -> Verdict:
     """Judge `error`, raised by a model's code; `device_oom` is whether the allocator refused during that run.
 
-    In this order: the allocator's own count, the type, CUDA's error code, and the text, each over the chain of causes.
-    Types come late because TorchScript and cuBLAS hide them, and the text last because a model may print anything.
+    In this order: the allocator's own count, the type, CUDA's error code, and the text, each over the chain
+    of causes. Types come late because TorchScript and cuBLAS hide them, and the text last because a model may
+    print anything.
     """
     if device_oom:
         return Verdict.OOM
@@ -92,7 +95,8 @@ def _judge_one(error: BaseException) -> Verdict | None:
         if code == _MEMORY_CODE:
             return Verdict.OOM
         return None if code in _HARMLESS_CODES else Verdict.STICKY_SUSPECT
-    # torch raises RuntimeError for all that it does not type; a ValueError that quotes CUDA is only talking about it.
+    # torch raises RuntimeError for all that it does not type; a ValueError that quotes CUDA is only talking
+    # about it.
     if not isinstance(error, RuntimeError):
         return None
     text = str(error)
