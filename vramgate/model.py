@@ -160,7 +160,11 @@ class Model(abc.ABC):
     @classmethod
     def declared_bytes(cls) -> int | None:
         """`vram` as a number of bytes, or None when nothing is declared."""
-        return None if cls.vram is None else parse_size(cls.vram)
+        if cls.vram is None:
+            return None
+        if not (nbytes := parse_size(cls.vram)):
+            raise ValueError("0 bytes; leave it out when it is not known")
+        return nbytes
 
     @classmethod
     def input_json_schema(cls) -> dict[str, Any]:
