@@ -119,8 +119,8 @@ def test_an_installed_wheel_uses_nothing_of_this_checkout(everything: Installed,
 
 
 async def test_a_directory_with_names_like_ours_is_served(everything: Installed, tmp_path: Path) -> None:
-    """`vramgate up` where scheduler.py, gateway/ and lua/ are the user's: services run on our modules, the model on
-    theirs, and everything ends with the command."""
+    """`vramgate up` where scheduler.py, gateway/ and lua/ are the user's: services run on our modules, the
+    model on theirs, and everything ends with the command."""
     async with serve(everything, project(tmp_path / "theirs")) as url:
         async with httpx.AsyncClient(base_url=url, timeout=SERVE_TIMEOUT_S) as http:
             response = await http.post("/v1/models/names/infer", json={"inputs": {"x": 2.0}})

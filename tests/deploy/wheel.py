@@ -45,8 +45,8 @@ def build_wheel(directory: Path) -> Path:
 def install(wheel: Path, extras: Sequence[str], cache: Path) -> Installed:
     """Install the wheel and the pinned dependencies that it declares into an environment of its own.
 
-    The dependencies (torch is large) are kept in `cache` while pyproject.toml and the pins stay the same; the wheel
-    itself is installed each time.
+    The dependencies (torch is large) are kept in `cache` while pyproject.toml and the pins stay the same;
+    the wheel itself is installed each time.
     """
     pins = REPOSITORY / "constraints.txt"
     known = hashlib.sha256(pins.read_bytes() + (REPOSITORY / "pyproject.toml").read_bytes()).hexdigest()[:16]
