@@ -64,7 +64,7 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 
 bench: $(STAMP)
-	@set -e; for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python "$$file" $(BENCH_ARGS); done
+	@set -e; for file in $(wildcard benchmarks/[a-z]*.py); do echo "== $$file"; $(BIN)/python "$$file" $(BENCH_ARGS); done
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix-only -q $(CODE)

@@ -25,7 +25,7 @@ def declared() -> Iterator[Requirement]:
         yield from (Requirement(line) for line in lines)
 
 
-@pytest.mark.parametrize("requirement", declared(), ids=lambda requirement: str(requirement.name))
+@pytest.mark.parametrize("requirement", list(declared()), ids=lambda requirement: str(requirement.name))
 def test_every_direct_dependency_is_pinned_within_its_range(requirement: Requirement) -> None:
     """What the tests run with is what the metadata allows."""
     (pin,) = PINS[canonicalize_name(requirement.name)].specifier
