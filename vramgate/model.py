@@ -64,10 +64,10 @@ class Context(Protocol):
         """
 
     def tensor(self, data: Any, shape: Sequence[int], dtype: Any = None) -> Any:
-        """A tensor on `device`, of `shape`, filled from `data` (bytes, numbers, an array; None: zeros).
+        """A tensor of `shape` on `device`, filled from `data`: bytes (read as `dtype`), numbers or a tensor.
 
         It lives in a buffer that is used again for the next batch: keep no reference after `predict` returns.
-        `dtype` defaults to `Context.dtype`. A `data` shorter than the shape is padded with zeros.
+        `dtype` defaults to `Context.dtype`. Where `data` ends early, or is None, there are zeros.
         """
 
     def reserve(self, nbytes: int) -> None:

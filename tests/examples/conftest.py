@@ -53,4 +53,8 @@ class PlainContext:
 
 @pytest.fixture
 def ctx() -> PlainContext:
-    return PlainContext()
+    # The examples' operations are small; on a busy machine a second thread mostly waits for the first.
+    torch.set_num_threads(1)
+    made: vramgate.Context = PlainContext()
+    assert isinstance(made, PlainContext)
+    return made
