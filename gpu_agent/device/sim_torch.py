@@ -30,7 +30,7 @@ from gpu_agent.device.torch_device import DeviceMismatch, Movable
 from vramgate.quantities import format_size
 
 _ILLEGAL_ADDRESS = 700
-_SCRIPT_FAILED = "failed in the TorchScript interpreter"
+_ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered (simulated fault)"
 _HOST_REFUSED = "DefaultCPUAllocator"
 _aten = torch.ops.aten
 # torch.tensor() fills a storage out of the dispatcher's sight and shows it here first.
@@ -51,12 +51,12 @@ _SIZED = frozenset(
 
 
 class _Thread(threading.local):
-    """What one thread is doing: its lane, how deep it tracks, and the text of its last refusal."""
+    """What one thread does: its lane, how deep it tracks and pauses, why its last operation failed."""
 
     lane = 0
     depth = 0
     paused = 0
-    refusal: str | None = None
+    failure: str | None = None
 
 
 class _CardBacking:
@@ -179,7 +179,7 @@ class SimTorchDevice:
         if thread.depth:
             yield  # a second mode would only count everything twice as slowly
             return
-        thread.depth, thread.lane, thread.refusal = 1, lane, None
+        thread.depth, thread.lane, thread.failure = 1, lane, None
         try:
             with _Counting(self):
                 yield
@@ -187,7 +187,7 @@ class SimTorchDevice:
             self._restore_text(error)
             raise
         finally:
-            thread.depth, thread.lane, thread.refusal = 0, 0, None
+            thread.depth, thread.lane, thread.failure = 0, 0, None
 
     @contextmanager
     def reserve(self, nbytes: int) -> Iterator[None]:
@@ -220,15 +220,18 @@ class SimTorchDevice:
                 result = func(*args, **kwargs)
             except RuntimeError as error:
                 if _HOST_REFUSED not in str(error):
+                    self._thread.failure = str(error)
                     raise
                 refused = self._out_of_memory(None)
             else:
                 refused = self._count(func, args, kwargs, result)
-        if refused is not None:
-            # What the operation returned must not live on in the traceback: it was never on the card.
-            result = None
+        if refused is None:
+            return result
+        try:
             raise refused
-        return result
+        finally:
+            # The traceback holds this frame, and with it the refused result and the error itself.
+            del result, refused
 
     def _count(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
@@ -289,10 +292,8 @@ class SimTorchDevice:
 
     def _check_context(self) -> None:
         if self._file.is_broken(self._slot):
-            kind: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
-            error = kind("CUDA error: an illegal memory access was encountered (simulated fault)")
-            error.error_code = _ILLEGAL_ADDRESS  # type: ignore[attr-defined]
-            raise error
+            self._thread.failure = _ILLEGAL_ACCESS
+            raise _illegal_access()
 
     def _out_of_memory(self, nbytes: int | None) -> torch.OutOfMemoryError:
         tried = "more than the host has" if nbytes is None else format_size(nbytes * self.scale)
@@ -304,15 +305,15 @@ class SimTorchDevice:
         text = (
             f"CUDA out of memory. Tried to allocate {tried} on simulated card {self.uuid}: {held}, cap {cap}."
         )
-        self._thread.refusal = text
+        self._thread.failure = text
         return torch.OutOfMemoryError(text)
 
     def _restore_text(self, error: RuntimeError) -> None:
-        # TorchScript drops type and text of an exception that was raised in Python. CUDA's allocator raises
-        # in C++, so there the text survives: put it back, and leave the type lost.
-        refusal, text = self._thread.refusal, str(error)
-        if refusal is not None and _SCRIPT_FAILED in text and refusal not in text:
-            error.args = (text + refusal,)
+        # TorchScript drops type and text of what is raised in Python, as everything is below a dispatch mode. On
+        # CUDA it is raised in C++, where the text survives: put that back, and leave the type lost.
+        failure, text = self._thread.failure, str(error)
+        if failure is not None and "TorchScript interpreter" in text and text.endswith("Error: \n"):
+            error.args = (text.rstrip("\n") + failure,)
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -326,6 +327,13 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return self._device.run(func, args, kwargs or {})
+
+
+def _illegal_access() -> RuntimeError:
+    kind: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
+    error = kind(_ILLEGAL_ACCESS)
+    error.error_code = _ILLEGAL_ADDRESS  # type: ignore[attr-defined]
+    return error
 
 
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:

@@ -76,7 +76,7 @@ def test_the_cache_of_one_stream_is_no_use_to_another() -> None:
 
 
 def test_the_cache_is_emptied_before_an_allocation_fails() -> None:
-    """A full card first gives up what is only cached, whichever stream cached it, and no refusal is counted."""
+    """A full card first gives up what is only cached, by whichever stream, and no refusal is counted."""
     allocator, _ = _allocator(16 * MIB)
     block = allocator.malloc(10 * MIB, stream=0)
     assert block is not None
@@ -126,7 +126,7 @@ def test_the_peak_is_the_most_allocated_at_once() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_sums_agree_through_random_traffic(seed: int) -> None:
-    """After any traffic: allocated is the sum of blocks in use, reserved is what the card lent, and all comes back."""
+    """At all times allocated is what is in use and reserved is what the card lent; in the end all is back."""
     rng = random.Random(seed)
     allocator, card = _allocator(256 * MIB, cap=200 * MIB)
     live: list[Block] = []

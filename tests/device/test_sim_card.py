@@ -95,7 +95,7 @@ def test_a_zombie_is_dead(card: SimulatedCard, tmp_path: Path, until: Until) -> 
     holder.wait()
 
 
-def test_a_later_process_of_the_same_pid_is_another(card: SimulatedCard, tmp_path: Path, until: Until) -> None:
+def test_a_reused_pid_is_another_process(card: SimulatedCard, tmp_path: Path, until: Until) -> None:
     """A slot belongs to the pair of pid and start time, so a reused pid does not keep a dead one's bytes."""
     with card.stranger(64 * MIB):
         path = tmp_path / f"{card.uuid}.card"
@@ -224,7 +224,18 @@ def test_headroom_is_a_twentieth(card: SimulatedCard) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "2", "x24GiB", "0x24GiB", "99x1GiB", "2x", "2x24", "2xfoo", "1x512MiB,scale=0", "1x512MiB,colour=red"],
+    [
+        "",
+        "2",
+        "x24GiB",
+        "0x24GiB",
+        "99x1GiB",
+        "2x",
+        "2x24",
+        "2xfoo",
+        "1x512MiB,scale=0",
+        "1x512MiB,colour=red",
+    ],
 )
 def test_a_bad_line_is_refused(text: str, tmp_path: Path) -> None:
     """What is no description of simulated cards is refused in one line that quotes it."""
