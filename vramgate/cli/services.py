@@ -1,0 +1,108 @@
+"""`gateway` and `agent`: one service in the foreground, and the command lines that start services.
+
+Services run as `python -P -m <package>`: with -P the working directory, where a user may well have a
+`scheduler.py`, is not on their path.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from scheduler.settings import Settings
+from vramgate.cli.exits import Failure
+from vramgate.cli.target import ConfigOption, PoolOption, RedisOption, find
+
+SimulateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--simulate", metavar="2x24GiB", help="Cards simulated on this host's memory, without a GPU."
+    ),
+]
+InsecureOption = Annotated[
+    bool, typer.Option("--insecure", help="Serve other addresses than loopback, without keys.")
+]
+
+_NEEDS = {
+    "gateway": (("fastapi", "uvicorn", "jsonschema_rs"), "gateway"),
+    "gpu_agent": (("torch", "pynvml"), "agent"),
+}
+
+
+def gateway(
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, max=64, help="Worker processes.")] = None,
+    insecure: InsecureOption = False,
+    redis: RedisOption = None,
+    pool: PoolOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """One gateway: HTTP in front of the ledger."""
+    target = find(redis, pool=pool, config=config)
+    command = gateway_command(target.settings, config=config, port=port, workers=workers, insecure=insecure)
+    _become(command + (["--host", host] if host is not None else []))
+
+
+def agent(
+    card: Annotated[
+        str | None, typer.Option("--card", metavar="UUID", help="One card, or its host:0 name.")
+    ] = None,
+    all_cards: Annotated[bool, typer.Option("--all", help="One agent for each card of this host.")] = False,
+    simulate: SimulateOption = None,
+    redis: RedisOption = None,
+    pool: PoolOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """The agent of one card, or of all cards of this host."""
+    target = find(redis, pool=pool, config=config)
+    _become(
+        agent_command(target.settings, config=config, simulate=simulate, card=None if all_cards else card)
+    )
+
+
+def gateway_command(
+    settings: Settings,
+    *,
+    config: Path | None,
+    port: int | None = None,
+    workers: int | None = None,
+    insecure: bool = False,
+) -> list[str]:
+    """The command line of one gateway. Raises Failure when its extra is not installed."""
+    command = _service("gateway", settings, config)
+    for option, value in (("--port", port), ("--workers", workers)):
+        if value is not None:
+            command += [option, str(value)]
+    return command + (["--insecure"] if insecure else [])
+
+
+def agent_command(
+    settings: Settings, *, config: Path | None, simulate: str | None = None, card: str | None = None
+) -> list[str]:
+    """The command line of the agent of `card`, or of all cards. Raises Failure when its extra is not
+    installed.
+    """
+    command = _service("gpu_agent", settings, config)
+    command += ["--all"] if card is None else ["--card", card]
+    return command + (["--simulate", simulate] if simulate is not None else [])
+
+
+def _service(package: str, settings: Settings, config: Path | None) -> list[str]:
+    modules, extra = _NEEDS[package]
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        raise Failure(f"{missing[0]} is not installed; pip install 'vramgate[{extra}]'")
+    command = [sys.executable, "-P", "-m", package, "--redis", settings.redis_url, "--pool", settings.pool]
+    return command + (["--config", str(config)] if config is not None else [])
+
+
+def _become(command: list[str]) -> None:
+    """Replace this process, so that signals and the exit code are the service's own."""
+    sys.stdout.flush()
+    os.execv(command[0], command)

@@ -1,0 +1,239 @@
+"""Everything on one box: a server for the ledger, gateways and agents as processes, started and ended in
+order.
+
+Owns which processes there are, their order, and what they are told. Does not own a process's life
+(`service_process`, `scheduler.embedded`), nor what is said to the user before and after (`up`, `demo`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from scheduler import inventory
+from scheduler.embedded import EmbeddedServer, ServerError
+from scheduler.models import CardView
+from scheduler.settings import load_settings
+from scheduler.store import Store
+from vramgate.cli import upfile
+from vramgate.cli.exits import Failure
+from vramgate.cli.preflight import check_entrypoints, check_ports, lock_directory
+from vramgate.cli.service_process import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Say, ServiceProcess
+from vramgate.cli.services import agent_command, gateway_command
+from vramgate.errors import VramgateError
+
+GATEWAY_START_S = 60.0
+CARDS_START_S = 120.0
+LOCAL_DRAIN_S = 0.5
+"""Nobody balances load before a box of one's own, so a gateway need not say for long that it is draining."""
+
+_POLL_S = 0.1
+_MARGIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to start. `redis`: a server that runs already, None for one of our own."""
+
+    config: Path | None
+    simulate: str | None
+    gateways: int = 1
+    workers: int | None = None
+    port: int | None = None
+    redis: str | None = None
+    pool: str | None = None
+    insecure: bool = False
+
+
+class Stack:
+    """The processes of one box. `start` returns when the gateways answer and the cards are known; then
+    `urls` and `settings` say how to reach them."""
+
+    def __init__(self, plan: Plan, *, say: Say) -> None:
+        self._plan = plan
+        self._say = say
+        self.settings = load_settings(plan.config, redis_url=plan.redis, pool=plan.pool)
+        self.data_dir = Path.cwd() / self.settings.redis.data_dir
+        self._has_server = plan.redis is None and "redis_url" not in self.settings.model_fields_set
+        self._server = EmbeddedServer()
+        self._server_watch: asyncio.Task[None] | None = None
+        self._gateways: list[ServiceProcess] = []
+        self._agents: list[ServiceProcess] = []
+        self._lock: int | None = None
+        self.hurry = asyncio.Event()
+        first = self.settings.gateway.port if plan.port is None else plan.port
+        self._ports = [first + index for index in range(plan.gateways)]
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        host = self.settings.gateway.host
+        shown = "127.0.0.1" if host in ("0.0.0.0", "") else f"[{host}]" if ":" in host else host
+        return tuple(f"http://{shown}:{port}" for port in self._ports)
+
+    @property
+    def agent_pids(self) -> tuple[int, ...]:
+        return tuple(agent.pid for agent in self._agents if agent.pid is not None)
+
+    async def start(self) -> None:
+        """Server, gateways, agents. Raises Failure or ServerError in one line; `stop` must be called either
+        way.
+        """
+        check_ports(self.settings.gateway.host, self._ports)
+        check_entrypoints(self.settings, self._plan.config)
+        self._lock = lock_directory(self.data_dir)
+        if self._has_server:
+            await self._start_server()
+        await self._start_gateways()
+        upfile.write(self.data_dir, self._running())
+        await self._start_agents()
+
+    async def stop(self) -> None:
+        """Gateways first, so that nothing new is accepted; then agents; the server last. Nothing is left
+        running.
+        """
+        await asyncio.gather(*(gateway.stop(self.hurry) for gateway in self._gateways))
+        await asyncio.gather(*(agent.stop(self.hurry) for agent in self._agents))
+        if self._server_watch is not None:
+            self._server_watch.cancel()
+            await asyncio.gather(self._server_watch, return_exceptions=True)
+        await self._server.stop()
+        if self._lock is not None:
+            upfile.remove(self.data_dir)
+            os.close(self._lock)
+            self._lock = None
+
+    async def cards(self) -> tuple[CardView, ...]:
+        """The cards as the ledger knows them. Raises StoreUnavailable."""
+        store = await Store.connect(self.settings, max_connections=2)
+        try:
+            cards: tuple[CardView, ...] = await inventory.cards(store)
+            return cards
+        finally:
+            await store.close()
+
+    async def _start_server(self) -> None:
+        await self._server.start(self.data_dir / "server")
+        self.settings = load_settings(self._plan.config, redis_url=self._server.url, pool=self._plan.pool)
+        self._say(
+            f"ledger   {self._server.url}  (data in {self.settings.redis.data_dir}, pid {self._server.pid})"
+        )
+        self._server_watch = asyncio.create_task(self._keep_server(), name="watch the ledger's server")
+
+    async def _keep_server(self) -> None:
+        """Start the server again, on its port and over its data, whenever it ends."""
+        backoff_s, port = FIRST_BACKOFF_S, self._server.port
+        while True:
+            status = await self._server.wait()
+            self._say(
+                f"the ledger's server ended with status {status}, starting again: {self._server.last_words()}"
+            )
+            while True:
+                try:
+                    await self._server.start(self.data_dir / "server", port)
+                    break
+                except ServerError as error:
+                    self._say(f"{error.detail}; trying again in {backoff_s:.3g} s")
+                    await asyncio.sleep(backoff_s)
+                    backoff_s = min(LONGEST_BACKOFF_S, backoff_s * 2)
+            self._say(f"the ledger's server runs again (pid {self._server.pid})")
+
+    async def _start_gateways(self) -> None:
+        plan, settings = self._plan, self.settings
+        drains = settings.gateway.drain_s if "drain_s" in settings.gateway.model_fields_set else LOCAL_DRAIN_S
+        for port in self._ports:
+            command = gateway_command(
+                settings, config=plan.config, port=port, workers=plan.workers, insecure=plan.insecure
+            )
+            gateway = ServiceProcess(
+                f"gateway on port {port}",
+                command,
+                log=self.data_dir / "logs" / f"gateway-{port}.log",
+                say=self._say,
+                stop_timeout_s=drains + settings.gateway.grace_s + _MARGIN_S,
+                environment={"VRAMGATE_GATEWAY__DRAIN_S": str(drains)},
+            )
+            self._gateways.append(gateway)
+            await gateway.start()
+        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as http:
+            for gateway, url in zip(self._gateways, self.urls, strict=True):
+                await _until_serving(http, gateway, url)
+                self._say(f"gateway  {url}")
+
+    async def _start_agents(self) -> None:
+        agent = ServiceProcess(
+            "the agents",
+            agent_command(self.settings, config=self._plan.config, simulate=self._plan.simulate),
+            log=self.data_dir / "logs" / "agents.log",
+            say=self._say,
+            stop_timeout_s=self.settings.agent.drain_s + _MARGIN_S,
+        )
+        self._agents.append(agent)
+        await agent.start()
+        store = await Store.connect(self.settings, max_connections=2)
+        try:
+            async with asyncio.timeout(CARDS_START_S):
+                # A card of an earlier `up` is known until its session ends, but it is not of this agent.
+                while not any(card.session_left_ms > 0 for card in await inventory.cards(store)):
+                    agent.refuse_end()
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise Failure(f"no card registered within {CARDS_START_S:.0f} s: {agent.last_words()}") from None
+        finally:
+            await store.close()
+
+    def _running(self) -> upfile.Running:
+        return upfile.Running(
+            pid=os.getpid(),
+            started=upfile.start_of(os.getpid()) or "unknown",
+            redis_url=self.settings.redis_url,
+            pool=self.settings.pool,
+            gateways=self.urls,
+            simulate=self._plan.simulate,
+        )
+
+
+async def _until_serving(http: httpx.AsyncClient, gateway: ServiceProcess, url: str) -> None:
+    try:
+        async with asyncio.timeout(GATEWAY_START_S):
+            while True:
+                gateway.refuse_end()
+                try:
+                    if (await http.get(f"{url}/readyz", params={"scope": "gateway"})).status_code == 200:
+                        return
+                except httpx.RequestError:
+                    pass
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        raise Failure(
+            f"{gateway.name} did not answer within {GATEWAY_START_S:.0f} s: {gateway.last_words()}"
+        ) from None
+
+
+async def watch_cards(stack: Stack, say: Say) -> None:
+    """Say each change of a card's state and of its models. Runs until it is cancelled."""
+    said: Mapping[str, str] = {}
+    while True:
+        try:
+            lines = {card.id: card_line(card) for card in await stack.cards()}
+        except VramgateError:
+            lines = dict(said)
+        for card, line in lines.items():
+            if said.get(card) != line:
+                say(line)
+        said = lines
+        await asyncio.sleep(0.5)
+
+
+def card_line(card: CardView) -> str:
+    """A card in one line: its name, state, and its models with the reason why one is not ready."""
+    models = [
+        model.name if model.ready else f"{model.name} (not ready: {model.reason or 'loading'})"
+        for model in card.models
+    ]
+    state = card.state if card.reason is None else f"{card.state} ({card.reason})"
+    return f"card     {card.name}  {card.id}  {card.product}  {state}  models: {', '.join(models) or 'none'}"

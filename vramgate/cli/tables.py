@@ -1,0 +1,174 @@
+"""The public objects as tables for people. Owns columns and wording; gets documents and knows no ledger."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from scheduler.documents import Document
+from vramgate.quantities import format_size
+
+SHORT_ID = 12
+_WIDE = 200
+
+Column = tuple[str, Callable[[Document], Any]]
+
+
+def console() -> Console:
+    """Standard output: as wide as the terminal, and wide enough for every column where there is none."""
+    return Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False, soft_wrap=False)
+
+
+def print_json(document: Document, *, is_line: bool = False) -> None:
+    """The object as JSON on standard output; `is_line` keeps it on one line."""
+    print(json.dumps(document, indent=None if is_line else 2, ensure_ascii=False), flush=True)
+
+
+def size(nbytes: int | None) -> str:
+    return "" if nbytes is None else format_size(nbytes)
+
+
+def duration(milliseconds: float | None) -> str:
+    if milliseconds is None:
+        return ""
+    if milliseconds < 1000:
+        return f"{milliseconds:.0f} ms"
+    seconds = milliseconds / 1000
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} m"
+
+
+def short(name: str | None) -> str:
+    return (name or "")[:SHORT_ID]
+
+
+def table(columns: Sequence[Column], documents: Iterable[Document]) -> Table:
+    """One row for each document; cells are text as given."""
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for head, _ in columns:
+        drawn.add_column(head, no_wrap=head in {"ID", "CARD", "JOB"})
+    for document in documents:
+        drawn.add_row(*(_text(cell(document)) for _, cell in columns))
+    return drawn
+
+
+def properties(document: Document) -> Table:
+    """One object: a row for each member, nested ones as JSON."""
+    drawn = Table(box=None, pad_edge=False, show_header=False)
+    drawn.add_column(style="bold", no_wrap=True)
+    drawn.add_column(overflow="fold")
+    for name, value in document.items():
+        if name in ("ledger", "measured") and isinstance(value, dict):
+            drawn.add_row(name, _sum(value))
+        elif name.endswith("_bytes"):
+            drawn.add_row(name, size(value))
+        elif isinstance(value, dict | list):
+            drawn.add_row(name, _text(json.dumps(value, ensure_ascii=False)))
+        elif value is not None:
+            drawn.add_row(name, _text(value))
+    return drawn
+
+
+def _sum(terms: dict[str, int]) -> str:
+    """An identity: its total on the left, its terms on the right."""
+    (whole, total), *parts = terms.items()
+    return f"{whole} {size(total)} = " + " + ".join(f"{name} {size(value)}" for name, value in parts)
+
+
+def _text(value: Any) -> str:
+    # Square brackets would be taken for markup.
+    return "" if value is None else str(value).replace("[", r"\[")
+
+
+def _with_reason(document: Document) -> str:
+    return f"{document['state']}: {document['reason']}" if document["reason"] else str(document["state"])
+
+
+def _measured(member: str) -> Callable[[Document], str]:
+    return lambda card: "unknown" if card["measured"] is None else size(card["measured"][member])
+
+
+def _used(card: Document) -> str:
+    measured = card["measured"]
+    return "unknown" if measured is None else size(measured["total"] - measured["driver"] - measured["free"])
+
+
+CARDS: tuple[Column, ...] = (
+    ("NAME", lambda card: card["name"]),
+    ("CARD", lambda card: card["id"]),
+    ("STATE", _with_reason),
+    ("MODELS", lambda card: " ".join(m["id"] if m["ready"] else f"({m['id']})" for m in card["models"])),
+    ("RUNNING", lambda card: f"{card['running']} of {card['jobs']}"),
+    ("USABLE", lambda card: size(card["ledger"]["usable"])),
+    ("LEASED", lambda card: size(card["leased_bytes"])),
+    ("GRANTABLE", lambda card: size(card["ledger"]["grantable"])),
+    ("FOREIGN", lambda card: size(card["ledger"]["foreign"])),
+    ("TOTAL", _measured("total")),
+    ("USED", _used),
+    ("ALLOCATED", _measured("allocated")),
+    ("GAP", lambda card: size(card["gap_bytes"])),
+    ("PEAK", lambda card: size(card["peak_leased_bytes"])),
+    ("READ", lambda card: duration(card["sample_age_ms"])),
+)
+
+LEASES: tuple[Column, ...] = (
+    ("ID", lambda lease: short(lease["id"])),
+    ("KIND", lambda lease: lease["kind"]),
+    ("STATE", lambda lease: lease["state"]),
+    ("CARD", lambda lease: " ".join(lease["cards"])),
+    ("BYTES", lambda lease: size(lease["bytes"])),
+    ("MODEL", lambda lease: lease["model"]),
+    ("JOB", lambda lease: short(lease["job"])),
+    ("AGE", lambda lease: duration(lease["age_ms"])),
+)
+
+JOBS: tuple[Column, ...] = (
+    ("ID", lambda job: short(job["id"])),
+    ("MODEL", lambda job: job["model"]),
+    ("STATE", lambda job: job["state"]),
+    ("PLACE", lambda job: job["position"] or ""),
+    ("ETA", lambda job: "" if job["eta_s"] is None else f"{job['eta_s']} s"),
+    ("WHY", lambda job: job["error"]["code"] if "error" in job else job["why"]),
+    ("ATTEMPTS", lambda job: job["attempts"]),
+    ("CARD", lambda job: job["card"]),
+    ("LEASE", lambda job: size(job["vram"]["leased_bytes"])),
+    ("PEAK", lambda job: size(job["vram"]["peak_bytes"]) if job["vram"]["peak_bytes"] else ""),
+    ("WAIT", lambda job: duration(job["timing"]["wait_ms"])),
+    ("RUN", lambda job: duration(job["timing"]["run_ms"]) if job["started_ms"] else ""),
+)
+
+QUEUE: tuple[Column, ...] = (
+    ("MODEL", lambda queue: queue["model"]),
+    ("WAITING", lambda queue: queue["waiting"]),
+    ("BYTES", lambda queue: size(queue["waiting_bytes"])),
+    ("OLDEST", lambda queue: duration(queue["oldest_ms"])),
+    ("EVERY", lambda queue: duration(queue["interval_ms"])),
+)
+
+
+def _cards_of(model: Document) -> str:
+    return " ".join(
+        card["id"] if card["ready"] else f"{card['id']} ({card['reason'] or 'not ready'})"
+        for card in model["cards"]
+    )
+
+
+def _newest(member: Callable[[Document], Any]) -> Callable[[Document], Any]:
+    return lambda model: member(model["versions"][0]) if model["versions"] else ""
+
+
+MODELS: tuple[Column, ...] = (
+    ("MODEL", lambda model: model["id"]),
+    ("READY", lambda model: "yes" if model["ready"] else "no"),
+    ("VERSIONS", lambda model: " ".join(version["version"] for version in model["versions"])),
+    ("UNITS", _newest(lambda version: version["units"])),
+    ("RESIDENT", _newest(lambda version: size(version["estimate"]["resident_bytes"]))),
+    ("PER ITEM", _newest(lambda version: size(version["estimate"]["bytes_per_item"]))),
+    ("PER UNIT", _newest(lambda version: f"{version['estimate']['bytes_per_unit']:.6g} B")),
+    ("BATCH", _newest(lambda version: version["max_batch"])),
+    ("CARDS", _cards_of),
+)
