@@ -309,8 +309,8 @@ class SimTorchDevice:
         return torch.OutOfMemoryError(text)
 
     def _restore_text(self, error: RuntimeError) -> None:
-        # TorchScript drops type and text of what is raised in Python, as everything is below a dispatch mode. On
-        # CUDA it is raised in C++, where the text survives: put that back, and leave the type lost.
+        # TorchScript drops type and text of what is raised in Python, as everything is below a dispatch mode.
+        # On CUDA it is raised in C++, where the text survives: put that back, and leave the type lost.
         failure, text = self._thread.failure, str(error)
         if failure is not None and "TorchScript interpreter" in text and text.endswith("Error: \n"):
             error.args = (text.rstrip("\n") + failure,)
