@@ -40,19 +40,36 @@ class Section(BaseModel):
 class RedisSettings(Section):
     connect_timeout_s: Seconds = Field(2.0, gt=0, le=60, description="Time to connect to the server")
     command_timeout_s: Seconds = Field(2.0, gt=0, le=60, description="Time for one command to be answered")
-    max_connections: int = Field(32, ge=2, le=4096, description="Connections per process; callers wait for a free one")
-    data_dir: Path = Field(Path(".vramgate"), description="Where `up` keeps its server's data and its own files")
+    max_connections: int = Field(
+        32, ge=2, le=4096, description="Connections per process; callers wait for a free one"
+    )
+    data_dir: Path = Field(
+        Path(".vramgate"), description="Where `up` keeps its server's data and its own files"
+    )
 
 
 class ClockSettings(Section):
-    max_wait_s: Seconds = Field(30.0, gt=0, le=86400, description="Default time a job may wait for a card, per attempt")
-    run_timeout_s: Seconds = Field(60.0, gt=0, le=86400, description="Default time a run may take, per attempt")
-    total_timeout_s: Seconds = Field(100.0, gt=0, le=604800, description="Default time from submit to answer; never reset")
-    abandon_grace_s: Seconds = Field(
-        30.0, ge=0, le=3600, description="How long a job with a key keeps its place after its last client left"
+    max_wait_s: Seconds = Field(
+        30.0, gt=0, le=86400, description="Default time a job may wait for a card, per attempt"
     )
-    session_s: Seconds = Field(10.0, ge=1, le=300, description="Silence after which an agent or gateway counts as lost")
-    beat_s: Seconds = Field(2.0, gt=0, le=60, description="Interval of heartbeats; at most a third of session_s")
+    run_timeout_s: Seconds = Field(
+        60.0, gt=0, le=86400, description="Default time a run may take, per attempt"
+    )
+    total_timeout_s: Seconds = Field(
+        100.0, gt=0, le=604800, description="Default time from submit to answer; never reset"
+    )
+    abandon_grace_s: Seconds = Field(
+        30.0,
+        ge=0,
+        le=3600,
+        description="How long a job with a key keeps its place after its last client left",
+    )
+    session_s: Seconds = Field(
+        10.0, ge=1, le=300, description="Silence after which an agent or gateway counts as lost"
+    )
+    beat_s: Seconds = Field(
+        2.0, gt=0, le=60, description="Interval of heartbeats; at most a third of session_s"
+    )
 
     @model_validator(mode="after")
     def _beat_fits(self) -> ClockSettings:
@@ -76,53 +93,93 @@ class LimitSettings(Section):
 
 class RetentionSettings(Section):
     key_ttl_s: Seconds = Field(86_400.0, ge=60, description="How long an idempotency key is remembered")
-    result_ttl_s: Seconds = Field(3600.0, ge=1, description="How long a stored result can be fetched or replayed")
-    delivered_ttl_s: Seconds = Field(60.0, ge=1, description="How long a result without a key lives after its delivery")
+    result_ttl_s: Seconds = Field(
+        3600.0, ge=1, description="How long a stored result can be fetched or replayed"
+    )
+    delivered_ttl_s: Seconds = Field(
+        60.0, ge=1, description="How long a result without a key lives after its delivery"
+    )
     dead_letter_ttl_s: Seconds = Field(604_800.0, ge=60, description="How long failed jobs are kept")
     tombstone_ttl_s: Seconds = Field(60.0, ge=1, description="How long an abandoned submit is refused")
-    known_ttl_s: Seconds = Field(604_800.0, ge=60, description="How long a model or card is known after its last session")
+    known_ttl_s: Seconds = Field(
+        604_800.0, ge=60, description="How long a model or card is known after its last session"
+    )
 
 
 class PlacementSettings(Section):
-    policy: Literal["spread", "pack"] = Field("spread", description="`spread`: most grantable bytes; `pack`: least that fits")
+    policy: Literal["spread", "pack"] = Field(
+        "spread", description="`spread`: most grantable bytes; `pack`: least that fits"
+    )
     boost_s: Seconds = Field(2.0, ge=0, le=3600, description="Head start of one step of priority")
-    max_passed: int = Field(16, ge=0, le=10_000, description="Times that a waiting head may be passed by smaller jobs")
-    max_passing_s: Seconds = Field(10.0, ge=0, le=3600, description="Time after which a waiting head is passed no more")
+    max_passed: int = Field(
+        16, ge=0, le=10_000, description="Times that a waiting head may be passed by smaller jobs"
+    )
+    max_passing_s: Seconds = Field(
+        10.0, ge=0, le=3600, description="Time after which a waiting head is passed no more"
+    )
 
 
 class GatewaySettings(Section):
-    host: str = Field("127.0.0.1", description="Address to listen on; without keys only a loopback one, unless insecure")
+    host: str = Field(
+        "127.0.0.1", description="Address to listen on; without keys only a loopback one, unless insecure"
+    )
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on")
     workers: int = Field(1, ge=1, le=64, description="Worker processes per gateway")
     insecure: bool = Field(False, description="Serve other addresses than loopback without keys")
-    drain_s: Seconds = Field(5.0, ge=0, le=300, description="After SIGTERM: keep listening and say draining for so long")
-    grace_s: Seconds = Field(30.0, ge=0, le=3600, description="After SIGTERM: finish what waits within so long")
+    drain_s: Seconds = Field(
+        5.0, ge=0, le=300, description="After SIGTERM: keep listening and say draining for so long"
+    )
+    grace_s: Seconds = Field(
+        30.0, ge=0, le=3600, description="After SIGTERM: finish what waits within so long"
+    )
     heartbeat_s: Seconds = Field(15.0, gt=0, le=300, description="Interval of comments on event streams")
 
 
 class AgentSettings(Section):
-    headroom: Size | None = Field(None, ge=0, description="Bytes never granted; default the larger of 5 % and 512 MiB")
-    context: Size = Field(650 * 2**20, ge=0, description="Assumed cost of a CUDA context until it was measured")
-    cancel_grace_s: Seconds = Field(5.0, ge=0, le=600, description="Time for a model to notice that its batch is cancelled")
-    drain_s: Seconds = Field(30.0, ge=0, le=3600, description="After SIGTERM: finish running jobs within so long")
-    watchdog_s: Seconds = Field(30.0, ge=5, le=3600, description="A child that hears nothing for so long ends itself")
+    headroom: Size | None = Field(
+        None, ge=0, description="Bytes never granted; default the larger of 5 % and 512 MiB"
+    )
+    context: Size = Field(
+        650 * 2**20, ge=0, description="Assumed cost of a CUDA context until it was measured"
+    )
+    cancel_grace_s: Seconds = Field(
+        5.0, ge=0, le=600, description="Time for a model to notice that its batch is cancelled"
+    )
+    drain_s: Seconds = Field(
+        30.0, ge=0, le=3600, description="After SIGTERM: finish running jobs within so long"
+    )
+    watchdog_s: Seconds = Field(
+        30.0, ge=5, le=3600, description="A child that hears nothing for so long ends itself"
+    )
     load_timeout_s: Seconds = Field(600.0, ge=1, le=86400, description="Longest load of a model")
     nvml_timeout_s: Seconds = Field(3.0, gt=0, le=60, description="Longest wait for a memory reading")
-    release_timeout_s: Seconds = Field(30.0, gt=0, le=600, description="Memory of a killed child back, or cordoned")
+    release_timeout_s: Seconds = Field(
+        30.0, gt=0, le=600, description="Memory of a killed child back, or cordoned"
+    )
 
 
 class ModelSettings(Section):
-    entrypoint: Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$", description="`module:Class` or `path/file.py:Class`")]
+    entrypoint: Annotated[
+        str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$", description="`module:Class` or `path/file.py:Class`")
+    ]
     cards: Literal["all"] | list[str] = Field("all", description="`all`, or UUIDs, or host:index")
-    concurrency: int | None = Field(None, ge=1, le=1024, description="At most so many jobs at once; default: what memory allows")
-    version: str | None = Field(None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Default: a hash of the file")
+    concurrency: int | None = Field(
+        None, ge=1, le=1024, description="At most so many jobs at once; default: what memory allows"
+    )
+    version: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Default: a hash of the file"
+    )
 
 
 class Settings(BaseSettings):
     """The whole configuration of one process."""
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, nested_model_default_partial_update=True
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        nested_model_default_partial_update=True,
     )
 
     pool: str = Field("default", pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="The scheduling domain")
@@ -134,7 +191,9 @@ class Settings(BaseSettings):
     placement: PlacementSettings = PlacementSettings()
     gateway: GatewaySettings = GatewaySettings()
     agent: AgentSettings = AgentSettings()
-    models: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")], ModelSettings] = Field(default_factory=dict)
+    models: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")], ModelSettings] = Field(
+        default_factory=dict
+    )
 
     @classmethod
     def settings_customise_sources(
@@ -204,7 +263,12 @@ def _nearest(word: str) -> str:
     plain = [key.replace("*.", "") for key in known_keys()]
     heads = {key.split(".")[0] for key in plain}
     leaf = word.rsplit(".", 1)[-1]
-    tails = [key for key in plain if key.rsplit(".", 1)[-1] in difflib.get_close_matches(leaf, [k.rsplit(".", 1)[-1] for k in plain], 1, 0.6)]
+    tails = [
+        key
+        for key in plain
+        if key.rsplit(".", 1)[-1]
+        in difflib.get_close_matches(leaf, [k.rsplit(".", 1)[-1] for k in plain], 1, 0.6)
+    ]
     found = difflib.get_close_matches(word, [*plain, *heads], 1, 0.6) or tails[:1]
     return f"; did you mean {found[0]}?" if found else ""
 

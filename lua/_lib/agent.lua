@@ -1,0 +1,314 @@
+-- agent: what the three calls of an agent share. Session, starts, sample, reports, hand-outs.
+local agent = {}
+
+local INLINE_INPUTS = 65536
+
+-- The fence of every agent call: this session holds the card.
+function agent.holds_card(k) return k.sid ~= '' and k.sid == A.session end
+
+function agent.renew(k) redis.call('ZADD', key('sessions'), int(NOW + CFG.session_ms), 'c:' .. k.id) end
+
+-- What a card hosts: names, versions, slots, descriptors; the classes whose waiters it serves.
+function agent.publish(k, hosted)
+  for class in string.gmatch(k.cl, '%S+') do redis.call('SREM', key('on', class), k.id) end
+  for _, field in ipairs(redis.call('HKEYS', key('card', k.id))) do
+    local kind = string.sub(field, 1, 2)
+    if kind == 'm:' or kind == 'v:' then redis.call('HDEL', key('card', k.id), field) end
+  end
+  local classes = {}
+  for _, m in ipairs(hosted.models) do
+    redis.call('ZADD', key('models'), int(NOW), m.name)
+    redis.call('HSET', key('model', m.name), m.version, m.descriptor)
+    for _, class in ipairs({ m.name, m.name .. '@' .. m.version }) do
+      classes[#classes + 1] = class
+      redis.call('SADD', key('on', class), k.id)
+    end
+    redis.call('HSET', key('card', k.id), 'v:' .. m.name, m.version)
+    if m.ready == 1 then redis.call('HSET', key('card', k.id), 'm:' .. m.name, int(m.slots)) end
+    local versions = redis.call('HKEYS', key('model', m.name))
+    for i = 1, #versions - MOVE_LIMIT do
+      if redis.call('EXISTS', key('on', m.name .. '@' .. versions[i])) == 0 then redis.call('HDEL', key('model', m.name), versions[i]) end
+    end
+  end
+  k.cl, k.re, k.sl, k.models = table.concat(classes, ' '), hosted.resident, hosted.slots, {}
+  redis.call('HSET', key('card', k.id), 'cl', k.cl, 're', int(k.re), 'sl', int(k.sl))
+  redis.call('SET', key('host', k.id), hosted.packed)
+  redis.call('HINCRBY', META, 'stamp', 1)
+end
+
+function agent.note_seen(k)
+  redis.call('ZADD', key('cards'), int(NOW), k.id)
+  for class in string.gmatch(k.cl, '%S+') do
+    if not string.find(class, '@', 1, true) then redis.call('ZADD', key('models'), int(NOW), class) end
+  end
+end
+
+-- Leases whose work is off the card, by the word of its agent.
+function agent.drop_leases(k)
+  local all = redis.call('HGETALL', key('leases', k.id))
+  for i = 1, #all, 2 do
+    local record = cmsgpack.unpack(all[i + 1])
+    lease.release(k, all[i], record)
+    local j = job.load(record[lease.JOB])
+    if j and j.l == all[i] then
+      local next_id, n = settle.lease_ended(record[lease.JOB], j)
+      if next_id then place.requeued(next_id, n) end
+    end
+  end
+end
+
+-- A run clock starts when the agent says that the run began, as an age, so that it has a Redis time.
+function agent.starts(k, starts)
+  for _, start in ipairs(starts or {}) do
+    local record = lease.get(k.id, start.lease)
+    if record and record[lease.JOB] == start.job and record[lease.STARTED] == 0 then
+      record[lease.STARTED] = 1
+      lease.put(k.id, start.lease, record)
+      local j = job.load(start.job)
+      if j and j.l == start.lease and job.set_state(start.job, j, 'start') then
+        job.set(start.job, j, 'rs', int(NOW - math.max(start.age, 0)))
+        job.schedule(start.job, j)
+        job.tell(start.job, j, true, 'n', 'running')
+        count('runs')
+        if num(j.a) > 1 then count('runs_again') end
+      end
+    end
+  end
+end
+
+-- One stamped reading. foreign and overrun are computed against the leases held at this instant; a reading that is older
+-- than the last one says nothing new.
+function agent.sample(k, s)
+  if not s or s.read < k.sm then return end
+  local seen, leased_external = 0, 0
+  local foreign
+  if s.by_lease then
+    for id, used in pairs(s.by_lease) do
+      local record = lease.get(k.id, id)
+      if record then seen = seen + math.min(record[lease.BYTES], used) end
+    end
+    foreign = math.max(0, s.used - s.own - seen)
+  else
+    leased_external = k.ex + k.li
+    foreign = math.min(math.max(s.used - s.own, 0), math.max(k.fo, s.used - s.own - leased_external))
+    foreign = math.max(foreign, 0)
+  end
+  local overrun = math.max(0, s.allocated - k.re - k.jb)
+  k.sm, k.to, k.dr, k.cx, k.fo, k.ov = s.read, s.total, s.driver, s.context, foreign, overrun
+  k.us, k.ow, k.al = s.used, s.own, s.allocated
+  redis.call('HSET', key('card', k.id), 'sm', int(s.read), 'to', int(s.total), 'dr', int(s.driver), 'cx', int(s.context),
+    'fo', int(foreign), 'ov', int(overrun), 'us', int(s.used), 'ow', int(s.own), 'al', int(s.allocated), 'rv', int(s.reserved))
+end
+
+-- Puts a job back into the queue at its old place; its wait clock starts anew. counts: by the table.
+function agent.requeue(id, j, event)
+  local row = job.set_state(id, j, event)
+  if not row then return false end
+  count('requeued.' .. event)
+  job.unset(id, j, 'd', 'l', 'gr', 'rs')
+  job.set(id, j, 'ws', int(NOW))
+  job.enqueue(id, j)
+  job.schedule(id, j)
+  redis.call('DEL', key('ev', id))
+  job.tell(id, j, true, 'n', 'reset')
+  return true
+end
+
+-- Crashes and losses: alone after a suspicion, failed after two crashes alone or one loss more than three.
+function agent.requeue_suspect(id, j, event, was_alone)
+  if event == 'oom' then
+    if j.oo then return settle.job(id, j, 'oom_again', { detail = 'job ' .. id .. ': out of memory, also alone on the card' }) end
+    job.set(id, j, 'oo', '1', 'al', '1')
+  elseif event == 'crash' then
+    local crashes = num(j.cr) + (was_alone and 1 or 0)
+    job.set(id, j, 'cr', int(crashes), 'al', '1')
+    if crashes >= 2 then
+      return settle.job(id, j, 'crashed_alone', { detail = 'job ' .. id .. ': its process died twice while it ran alone' })
+    end
+  elseif event == 'agent_lost' then
+    local losses = num(j.ls) + 1
+    job.set(id, j, 'ls', int(losses))
+    if losses > 3 then
+      return settle.job(id, j, 'lost_for_good', { detail = 'job ' .. id .. ': its agents were lost ' .. int(losses) .. ' times' })
+    end
+    if losses == 3 then job.set(id, j, 'al', '1') end
+  end
+  return agent.requeue(id, j, event)
+end
+
+local FAILURES = {
+  model_error = true, rejected_by_model = true, non_finite = true, output_too_large = true, run_timeout = true, internal = true,
+}
+
+-- Takes one report under the fence of its lease id. Returns ok, settled (the callers had their answer) or stale.
+function agent.report(k, r)
+  local record = lease.get(k.id, r.lease)
+  if not record or record[lease.JOB] ~= r.job then return 'stale' end
+  lease.release(k, r.lease, record)
+  local id, j = r.job, job.load(r.job)
+  if not j or j.l ~= r.lease then return 'stale' end
+  if not job.is_live(j) then
+    local next_id, n = settle.lease_ended(id, j)
+    if next_id then place.requeued(next_id, n) end
+    return 'settled'
+  end
+  local extra = { peak = r.peak, run_ms = r.run_ms, detail = r.detail }
+  if r.kind == 'succeeded' then
+    if r.result_index then
+      extra.result = ARGV[r.result_index]
+    else
+      if redis.call('EXISTS', key('res', id)) == 0 then
+        agent.requeue(id, j, 'unheld')
+        return 'ok'
+      end
+      extra.stored_bytes = r.result_bytes
+    end
+    settle.job(id, j, 'succeed', extra)
+  elseif r.kind == 'failed' then
+    local event = FAILURES[r.code] and r.code or 'internal'
+    settle.job(id, j, event == 'internal' and 'failed_inside' or event, extra)
+  elseif r.kind == 'oom' then
+    agent.requeue_suspect(id, j, 'oom')
+  elseif r.kind == 'crashed' then
+    agent.requeue_suspect(id, j, 'crash', r.alone)
+  elseif r.kind == 'killed' then
+    agent.requeue(id, j, 'killed')
+  else
+    agent.requeue(id, j, 'give_back')
+  end
+  if job.is_live(j) then
+    local recalled_for = record[lease.RECALL]
+    if recalled_for ~= '' then
+      place.pump(recalled_for)
+      wake(recalled_for)
+    elseif j.al or r.kind == 'give_back' then
+      place.requeued(id, j)
+    end
+  end
+  return 'ok'
+end
+
+-- An idle card takes over what is leased elsewhere and not handed out, and asks for what was handed out and has not started.
+function agent.take_over(k)
+  for class in string.gmatch(k.cl, '%S+') do
+    for _, other in ipairs(redis.call('SMEMBERS', key('on', class))) do
+      if other ~= k.id then
+        local o = lease.card(other)
+        local id = o.nj > 1 and redis.call('LINDEX', key('ready', other), -1)
+        local j = id and job.load(id)
+        if j and j.s == 'leased' and lease.model(k, j.m).slots > 0 and (j.c == class) then
+          local record = lease.get(other, j.l)
+          if record and record[lease.HANDED] == 0 and not lease.obstacle(k, id, j) then
+            redis.call('RPOP', key('ready', other))
+            lease.release(o, j.l, record)
+            return place.grant(k, id, j, 'takeover')
+          end
+        elseif not id and o.nj > 1 then
+          agent.recall(k, o, class)
+        end
+      end
+    end
+  end
+end
+
+function agent.recall(k, o, class)
+  local all = redis.call('HGETALL', key('leases', o.id))
+  for i = 1, #all, 2 do
+    local record = cmsgpack.unpack(all[i + 1])
+    if record[lease.HANDED] > 0 and record[lease.STARTED] == 0 and record[lease.ENDING] == 0 and record[lease.RECALL] == '' then
+      local id = record[lease.JOB]
+      local j = job.load(id)
+      if j and j.c == class and j.l == all[i] and not lease.obstacle(k, id, j) then
+        record[lease.RECALL] = k.id
+        lease.put(o.id, all[i], record)
+        wake(o.id)
+        return
+      end
+    end
+  end
+end
+
+-- Describes one handed-out job. Inputs up to 64 KiB per call travel inline, as further strings of the reply.
+local function describe(id, j, blobs)
+  local d = {
+    job = id, lease = j.l, bytes = num(j.lb), model = j.m, version = j.ve or '', units = num(j.u), attempt = num(j.a), alone = j.al and 1 or 0,
+    run_ms = num(j.rl), left_ms = num(j.ct) + num(j.tl) - NOW, request_id = j.rq or '', events = #job.watchers(j, true) > 0 and 1 or 0,
+    inputs = 0,
+  }
+  if blobs.bytes + num(j.pb) <= INLINE_INPUTS then
+    local inputs = redis.call('GET', key('pay', id))
+    if inputs then
+      blobs.bytes = blobs.bytes + #inputs
+      blobs[#blobs + 1] = inputs
+      d.inputs = #blobs
+    end
+  end
+  return d
+end
+
+-- Hands out up to `want` leased jobs and remembers them under this sequence number.
+function agent.hand_out(k, want, verdicts, more)
+  local handed, blobs, answer = {}, { bytes = 0 }, {}
+  if k.ag ~= 'draining' then
+    want = math.min(want, MOVE_LIMIT)
+    if want > 0 and k.nj == 0 and lease.is_open(k) then agent.take_over(k) end
+    while #handed < want do
+      local id = redis.call('LPOP', key('ready', k.id))
+      if not id then break end
+      local j = job.load(id)
+      local record = j and j.s == 'leased' and j.d == k.id and lease.get(k.id, j.l)
+      if record and record[lease.HANDED] == 0 then
+        record[lease.HANDED] = A.seq
+        lease.put(k.id, j.l, record)
+        job.set(id, j, 'a', int(num(j.a) + 1), 've', redis.call('HGET', key('card', k.id), 'v:' .. j.m) or '')
+        handed[#handed + 1] = describe(id, j, blobs)
+        answer[#answer + 1] = { id, j.l }
+      end
+    end
+  end
+  if redis.call('EXISTS', key('ready', k.id)) == 1 and #handed == MOVE_LIMIT then more = true end
+  redis.call('HSET', key('card', k.id), 'sq', int(A.seq), 'an', cmsgpack.pack({ verdicts = verdicts, jobs = answer, more = more and 1 or 0 }))
+  blobs.bytes = nil
+  return reply('ok', { jobs = handed, verdicts = verdicts, more = more and 1 or 0 }, unpack(blobs))
+end
+
+-- The same number gets the same answer; a lower one is stale. Returns a reply, or nil when the call is new.
+function agent.repeated(k)
+  local last = num(redis.call('HGET', key('card', k.id), 'sq'))
+  if A.seq > last then return nil end
+  if A.seq < last then return reply('stale_seq', { last = last }) end
+  local answer = cmsgpack.unpack(redis.call('HGET', key('card', k.id), 'an'))
+  local handed, blobs = {}, { bytes = 0 }
+  for _, pair in ipairs(answer.jobs) do
+    local record = lease.get(k.id, pair[2])
+    local j = record and job.load(pair[1])
+    if j and j.l == pair[2] then handed[#handed + 1] = describe(pair[1], j, blobs) end
+  end
+  blobs.bytes = nil
+  return reply('ok', { jobs = handed, verdicts = answer.verdicts, more = answer.more }, unpack(blobs))
+end
+
+-- Ends a live job for its callers, wherever it is. The bytes of a handed-out job stay until the agent reports its end.
+function agent.end_job(id, j, event, extra)
+  local ended = false
+  local k
+  if j.s ~= 'queued' and j.d then
+    k = lease.card(j.d)
+    local record = lease.get(j.d, j.l)
+    if record and record[lease.HANDED] == 0 then
+      lease.release(k, j.l, record)
+      redis.call('LREM', key('ready', j.d), 1, id)
+    elseif record then
+      record[lease.ENDING] = math.max(record[lease.ENDING], extra and extra.force and 2 or 1)
+      lease.put(j.d, j.l, record)
+      wake(j.d)
+      k = nil
+    end
+  end
+  ended = settle.job(id, j, event, extra)
+  if k then
+    place.pump(k.id)
+    wake(k.id)
+  end
+  return ended
+end

@@ -1,0 +1,166 @@
+-- sweep: what time does. Deadlines and ended sessions, a few at a time, by whoever calls; nothing depends on one process.
+local sweep = {}
+
+-- Jobs that a card holds but has not handed out go back when it stops granting. Returns true when there are more.
+function sweep.unclaim(k)
+  for _ = 1, MOVE_LIMIT do
+    local id = redis.call('LPOP', key('ready', k.id))
+    if not id then return false end
+    local j = job.load(id)
+    local record = j and j.s == 'leased' and j.d == k.id and lease.get(k.id, j.l)
+    if record and record[lease.HANDED] == 0 then
+      lease.release(k, j.l, record)
+      agent.requeue(id, j, 'unclaimed')
+      place.requeued(id, j)
+    end
+  end
+  return redis.call('EXISTS', key('ready', k.id)) == 1
+end
+
+function sweep.clear_head(k)
+  if k.hj == '' then return end
+  redis.call('HDEL', key('job', k.hj), 'rv')
+  lease.clear_head(k)
+end
+
+local function hosts_ready(j)
+  for _, card in ipairs(redis.call('SMEMBERS', key('on', j.c))) do
+    local k = lease.card(card)
+    if lease.is_open(k) and lease.model(k, j.m).slots > 0 then return true end
+  end
+  return false
+end
+
+-- Which clock of a job has passed, as an event and its words.
+local function passed(id, j)
+  local waited = NOW - num(j.ct)
+  if num(j.ct) + num(j.tl) <= NOW then
+    return 'total_timeout', 'job ' .. id .. ': not done within its total limit of ' .. j.tl .. ' ms'
+  end
+  if j.s == 'running' and num(j.rs) + num(j.rl) <= NOW then
+    return 'run_timeout', 'job ' .. id .. ': ran for more than its limit of ' .. j.rl .. ' ms'
+  end
+  if j.s ~= 'running' and num(j.ws) + num(j.wl) <= NOW then
+    if j.s == 'queued' and not hosts_ready(j) then
+      return 'no_ready_card', 'job ' .. id .. ': no card that hosts ' .. j.c .. ' was ready within ' .. j.wl .. ' ms'
+    end
+    return 'wait_timeout', 'job ' .. id .. ': waited ' .. int(waited) .. ' ms, more than its limit of ' .. j.wl .. ' ms'
+  end
+  if j.ab and num(j.ab) <= NOW then return 'cancel', 'job ' .. id .. ': its last client left' end
+  return nil
+end
+
+function sweep.deadlines()
+  local due = redis.call('ZRANGEBYSCORE', key('deadlines'), '-inf', int(NOW), 'LIMIT', 0, MOVE_LIMIT)
+  for _, id in ipairs(due) do
+    local j = job.load(id)
+    if not j or not job.is_live(j) then
+      redis.call('ZREM', key('deadlines'), id)
+    else
+      local event, words = passed(id, j)
+      if not event then
+        job.schedule(id, j)
+      else
+        local extra = { detail = words, force = event == 'run_timeout' or (event == 'total_timeout' and j.s == 'running') }
+        if event == 'wait_timeout' or event == 'no_ready_card' then
+          extra.retry_ms = rate.promise(j.c, redis.call('ZCARD', key('q', j.c)))
+        end
+        agent.end_job(id, j, event, extra)
+      end
+    end
+  end
+  return #due == MOVE_LIMIT
+end
+
+-- The jobs of a card whose agent is gone run again; its bytes stay leased until it registers with a fresh measurement.
+-- Returns true when there are more.
+function sweep.lost_jobs(k)
+  local moved = 0
+  local all = redis.call('HGETALL', key('leases', k.id))
+  for i = 1, #all, 2 do
+    local record = cmsgpack.unpack(all[i + 1])
+    local id = record[lease.JOB]
+    local j = job.load(id)
+    if j and j.l == all[i] and (j.s == 'leased' or j.s == 'running') then
+      if moved == MOVE_LIMIT then return true end
+      moved = moved + 1
+      if j.s == 'running' then
+        agent.requeue_suspect(id, j, 'agent_lost')
+      else
+        agent.requeue(id, j, 'unheld')
+      end
+      if j.s == 'queued' then place.requeued(id, j) end
+    end
+  end
+  return false
+end
+
+local function card_lost(k)
+  if k.sid ~= '' then
+    k.sid, k.ag = '', 'lost'
+    redis.call('HSET', key('card', k.id), 'sid', '', 'ag', 'lost', 'rs', 'its agent was not heard for a session')
+    redis.call('HDEL', key('card', k.id), 'sm')
+    redis.call('DEL', key('ready', k.id))
+    redis.call('HINCRBY', META, 'stamp', 1)
+    sweep.clear_head(k)
+    k.sm = 0
+    count('sessions_lost')
+  end
+  return sweep.lost_jobs(k)
+end
+
+-- A synchronous job without a key has nobody left who could take its answer when its gateway is gone.
+local function gateway_lost(worker)
+  local name = key('gwj', worker)
+  for _, id in ipairs(redis.call('SRANDMEMBER', name, MOVE_LIMIT)) do
+    redis.call('SREM', name, id)
+    local j = job.load(id)
+    if j and job.is_live(j) then agent.end_job(id, j, 'cancel', { detail = 'job ' .. id .. ': its gateway was lost' }) end
+  end
+  return redis.call('EXISTS', name) == 1
+end
+
+function sweep.sessions()
+  local ended = redis.call('ZRANGEBYSCORE', key('sessions'), '-inf', int(NOW), 'LIMIT', 0, 1)
+  if not ended[1] then return false end
+  local kind, name = string.sub(ended[1], 1, 1), string.sub(ended[1], 3)
+  local more
+  if kind == 'c' then
+    more = card_lost(lease.card(name))
+  else
+    more = gateway_lost(name)
+  end
+  if not more then redis.call('ZREM', key('sessions'), ended[1]) end
+  return true
+end
+
+-- Records, results and names that nobody needs any more.
+function sweep.expired()
+  local results = redis.call('ZRANGEBYSCORE', key('results'), '-inf', int(NOW), 'LIMIT', 0, MOVE_LIMIT)
+  for _, member in ipairs(results) do settle.drop_result(member) end
+  local jobs = redis.call('ZRANGEBYSCORE', key('expiry'), '-inf', int(NOW), 'LIMIT', 0, MOVE_LIMIT)
+  for _, id in ipairs(jobs) do
+    redis.call('ZREM', key('expiry'), id)
+    redis.call('ZREM', key('jobs'), id)
+    redis.call('DEL', key('job', id), key('ev', id), key('pay', id))
+  end
+  return #results == MOVE_LIMIT or #jobs == MOVE_LIMIT
+end
+
+-- A model or card is known for a while after its last session.
+function sweep.unknown()
+  local oldest = int(NOW - CFG.known_ttl_ms)
+  for _, name in ipairs(redis.call('ZRANGEBYSCORE', key('models'), '-inf', oldest, 'LIMIT', 0, 4)) do
+    redis.call('ZREM', key('models'), name)
+    redis.call('DEL', key('model', name))
+    redis.call('HDEL', key('rate'), name)
+  end
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('cards'), '-inf', oldest, 'LIMIT', 0, 1)) do
+    local k = lease.card(id)
+    if k.sid == '' then
+      for class in string.gmatch(k.cl, '%S+') do redis.call('SREM', key('on', class), id) end
+      redis.call('DEL', key('card', id), key('leases', id), key('ready', id), key('host', id), key('wake', id))
+      redis.call('ZREM', key('cards'), id)
+    end
+  end
+end

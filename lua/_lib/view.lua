@@ -1,0 +1,35 @@
+-- view: what people and programs are told of jobs; reads only.
+local view = {}
+
+-- Why a queued job waits.
+local function why(id, j, position)
+  if j.bl then return 'previous_run' end
+  local any, slots = false, false
+  for _, card in ipairs(redis.call('SMEMBERS', key('on', j.c))) do
+    local k = lease.card(card)
+    if lease.is_open(k) and lease.model(k, j.m).slots > 0 then
+      any = true
+      if lease.obstacle(k, id, j) == 'slots' then slots = true end
+    end
+  end
+  if not any then return 'no_ready_card' end
+  if j.rv then return 'reserved' end
+  if position > 1 then return 'behind' end
+  return slots and 'slots' or 'card_full'
+end
+
+function view.job(id, j)
+  local told = { id = id, job = {}, position = 0, clients = num(j.nc) }
+  for field, value in pairs(j) do
+    if #field == 2 or #field == 1 then told.job[field] = value end
+  end
+  told.events = #job.watchers(j, true) > 0 and 1 or 0
+  if j.s == 'queued' then
+    told.position = num(redis.call('ZRANK', key('q', j.c), id) or -1) + 1
+    told.why = why(id, j, told.position)
+    local interval = rate.interval(j.c)
+    if interval then told.eta_ms = math.floor(interval * math.max(told.position, 1)) end
+  end
+  if job.is_live(j) then told.deadline = job.deadline(j) end
+  return told
+end

@@ -1,0 +1,34 @@
+-- abandon: a client left, or a gateway gave up on a submit whose outcome it does not know.
+-- Guarantee: a submit that this call overtakes is refused; one client counts once. Without a key the job ends at once; with a
+-- key it keeps its place for the grace.
+-- Fence: the client id. KEYS: meta, job:<id of the submit>, key:<...> (or tomb again), tomb:<id>
+-- ARGV: arguments {client, job, keyed}, settings, lease ids. Returns: ok {found}
+-- include: base transitions rate lease job settle place agent
+begin_writes()
+local id = A.job
+local j = id and job.load(id)
+if not j and A.keyed then
+  local record = redis.call('GET', KEYS[3])
+  if record then
+    id = string.sub(record, 65)
+    j = job.load(id)
+  end
+end
+if not j or not j['c:' .. A.client] then
+  if not j or id ~= A.job then
+    redis.call('SET', KEYS[4], '1', 'PX', int(CFG.tombstone_ttl_ms))
+  end
+  return reply('ok', { found = 0 })
+end
+job.unset(id, j, 'c:' .. A.client, 'e:' .. A.client)
+job.set(id, j, 'nc', int(num(j.nc) - 1))
+if num(j.nc) == 0 and job.is_live(j) then
+  if not j.k then
+    agent.end_job(id, j, 'cancel', { detail = 'job ' .. id .. ': its client left' })
+    count('client_left')
+  else
+    job.set(id, j, 'ab', int(NOW + CFG.abandon_grace_ms))
+    job.schedule(id, j)
+  end
+end
+return reply('ok', { found = 1 })

@@ -1,0 +1,20 @@
+-- cancel: a caller or an operator ends a job for all of its clients.
+-- Guarantee: the callers are settled at once; a job on a card is signalled, its bytes return with the agent's report. A finished
+-- job is left as it is, but force reaches a run that is still on its card.
+-- Fence: the tenant (empty: operator). KEYS: meta, job:<id>. ARGV: arguments {id, tenant, force}, settings, lease ids
+-- Returns: ok {} | unknown {}
+-- include: base transitions rate lease job settle place agent
+local j = job.load(A.id)
+if not j or (A.tenant and j.t ~= A.tenant) then return reply('unknown') end
+begin_writes()
+if job.is_live(j) then
+  agent.end_job(A.id, j, 'cancel', { detail = 'job ' .. A.id .. ': cancelled', force = A.force })
+elseif A.force and j.l then
+  local record = lease.get(j.d, j.l)
+  if record then
+    record[lease.ENDING] = 2
+    lease.put(j.d, j.l, record)
+    wake(j.d)
+  end
+end
+return reply('ok')

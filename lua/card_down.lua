@@ -1,0 +1,21 @@
+-- card_down: before an agent kills its child. The card grants nothing until a beat says ready with a fresh sample.
+-- Guarantee: as finish; and no grant can fall between the release of these bytes and their return in the driver.
+-- Fence: session, sequence number, lease ids. KEYS: meta, card:<id>
+-- ARGV: arguments {card, session, seq, reason, starts, reports}, settings, lease ids, results ...
+-- Returns: ok {jobs = {}, verdicts, more} | lost | stale_seq
+-- include: base transitions rate lease job settle place agent sweep
+local k = lease.card(A.card)
+if not agent.holds_card(k) then return reply('lost') end
+local again = agent.repeated(k)
+if again then return again end
+begin_writes()
+agent.renew(k)
+k.ag, k.sm = 'down', 0
+redis.call('HSET', key('card', k.id), 'ag', 'down', 'rs', A.reason)
+redis.call('HDEL', key('card', k.id), 'sm')
+sweep.clear_head(k)
+agent.starts(k, A.starts)
+local verdicts = {}
+for i, report in ipairs(A.reports) do verdicts[i] = agent.report(k, report) end
+local more = sweep.unclaim(k)
+return agent.hand_out(k, 0, verdicts, more)

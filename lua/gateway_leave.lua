@@ -1,0 +1,7 @@
+-- gateway_leave: a gateway worker shuts down in order. That is not its clients leaving: what runs goes on, to be joined by key.
+-- KEYS: meta, sessions. ARGV: arguments {worker}, settings. Returns: ok
+-- include: base
+begin_writes()
+redis.call('ZREM', KEYS[2], 'g:' .. A.worker)
+redis.call('DEL', key('st', A.worker), key('gwj', A.worker))
+return reply('ok')

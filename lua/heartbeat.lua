@@ -1,0 +1,62 @@
+-- heartbeat: an agent is alive, what its card's memory is, what it holds; what it should end or give back.
+-- Guarantee: a job that was handed out at or before the applied number and is not held runs again, without a crash count; a late
+-- beat cannot requeue what a newer answer handed out.
+-- Fence: session. KEYS: meta, card:<id>
+-- ARGV: arguments {card, session, state, reason, applied, held {lease -> job}, starts, sample, hosted?}, settings, lease ids
+-- Returns: ok {cancels, recalls, operator, has_work, more} | lost
+-- Cost: the leases of the card; at most 16 requeued, 16 granted, 16 deadlines, one ended session.
+-- include: base transitions rate lease job settle place agent sweep
+local k = lease.card(A.card)
+if not agent.holds_card(k) then return reply('lost') end
+begin_writes()
+agent.renew(k)
+agent.note_seen(k)
+if A.hosted then agent.publish(k, A.hosted) end
+agent.starts(k, A.starts)
+if k.ag ~= A.state or redis.call('HGET', key('card', k.id), 'rs') ~= (A.reason or '') then
+  k.ag = A.state
+  redis.call('HSET', key('card', k.id), 'ag', A.state, 'rs', A.reason or '')
+  redis.call('HINCRBY', META, 'stamp', 1)
+end
+agent.sample(k, A.sample)
+
+local cancels, recalls, unheld, more = {}, {}, 0, false
+local all = redis.call('HGETALL', key('leases', k.id))
+for i = 1, #all, 2 do
+  local id, record = all[i], cmsgpack.unpack(all[i + 1])
+  local handed = record[lease.HANDED]
+  if handed > 0 and handed <= A.applied and not A.held[id] then
+    if unheld == MOVE_LIMIT then
+      more = true
+    else
+      unheld = unheld + 1
+      lease.release(k, id, record)
+      local job_id = record[lease.JOB]
+      local j = job.load(job_id)
+      if j and j.l == id and job.is_live(j) then
+        agent.requeue(job_id, j, 'unheld')
+        place.requeued(job_id, j)
+      elseif j and j.l == id then
+        local next_id, n = settle.lease_ended(job_id, j)
+        if next_id then place.requeued(next_id, n) end
+      end
+    end
+  elseif handed > 0 and record[lease.ENDING] > 0 then
+    local j = job.load(record[lease.JOB])
+    cancels[#cancels + 1] = { job = record[lease.JOB], lease = id, force = record[lease.ENDING] == 2 and 1 or 0, reason = j and j.co or 'gone' }
+  elseif record[lease.RECALL] ~= '' and record[lease.STARTED] == 0 then
+    recalls[#recalls + 1] = record[lease.JOB]
+  end
+end
+
+if A.state ~= 'ready' or k.op ~= 'ready' then
+  sweep.clear_head(k)
+  more = sweep.unclaim(k) or more
+end
+more = place.pump(k.id) or more
+more = sweep.deadlines() or more
+more = sweep.sessions() or more
+return reply('ok', {
+  cancels = cancels, recalls = recalls, operator = k.op, more = more and 1 or 0,
+  has_work = redis.call('EXISTS', key('ready', k.id)),
+})

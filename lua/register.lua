@@ -1,0 +1,38 @@
+-- register: an agent takes a card, with a fresh measurement. What its former session left is requeued, its leases end here.
+-- Guarantee: one live session per card; no lease survives that the new session does not hold.
+-- Fence: the session that holds the card, while it lives. KEYS: meta, card:<id>
+-- ARGV: arguments {card, session, state, reason, host, name, index, product, pid, headroom, simulated, sample, hosted {models, slots, resident, packed}},
+-- settings, lease ids
+-- Returns: ok {more} | taken {left_ms}
+-- Cost: at most 16 jobs moved; called again while more is 1.
+-- include: base transitions rate lease job settle place agent sweep
+local k = lease.card(A.card)
+if k.sid ~= '' and k.sid ~= A.session then
+  local left = num(redis.call('ZSCORE', key('sessions'), 'c:' .. k.id)) - NOW
+  if left > 0 then return reply('taken', { left_ms = left }) end
+end
+begin_writes()
+if k.sid ~= A.session then
+  redis.call('HSET', key('card', k.id), 'sid', '', 'ag', 'lost')
+  redis.call('HDEL', key('card', k.id), 'sm')
+  redis.call('DEL', key('ready', k.id))
+  k.sid, k.ag, k.sm = '', 'lost', 0
+  sweep.clear_head(k)
+  if sweep.lost_jobs(k) then return reply('ok', { more = 1 }) end
+  -- The former session's work is off the card: the caller measured after it had ended it.
+  agent.drop_leases(k)
+  lease.audit(k.id)
+  k = lease.card(k.id)
+  redis.call('HSET', key('card', k.id), 'sq', '0')
+end
+
+k.sid, k.op, k.ag, k.hr = A.session, k.op == '' and 'ready' or k.op, A.state, A.headroom
+redis.call('HSET', key('card', k.id),
+  'sid', k.sid, 'op', k.op, 'ag', k.ag, 'rs', A.reason or '', 'host', A.host, 'nm', A.name, 'ix', int(A.index), 'pr', A.product,
+  'pid', int(A.pid), 'hr', int(A.headroom), 'si', int(A.simulated), 'rg', int(NOW))
+agent.publish(k, A.hosted)
+agent.note_seen(k)
+agent.renew(k)
+agent.sample(k, A.sample)
+place.pump(k.id)
+return reply('ok', { more = 0 })

@@ -1,0 +1,174 @@
+"""Jobs as callers and operators see them: views, outcomes, pages, inputs, events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+
+from scheduler.models import JobView, Outcome, Page
+from scheduler.store import Reply, Store
+from vramgate import errors
+
+
+def unknown(job_id: str) -> errors.Refused:
+    return errors.UnknownJob(
+        f"there is no job {job_id}; settled jobs are kept for a while only", job_id=job_id
+    )
+
+
+def outcome_of(fields: Mapping[str, Any], result: bytes | None) -> Outcome:
+    """The outcome that `lua/_lib/settle.lua` told; result: the stored bytes, empty or None when there are none."""
+    retry_ms = int(fields.get("retry_ms", 0))
+    return Outcome(
+        job_id=fields["id"],
+        state=fields["state"],
+        model=fields["model"],
+        version=fields["version"],
+        code=fields["code"] or None,
+        detail=fields["detail"] or None,
+        result=result or None,
+        card=fields["card"] or None,
+        wait_ms=int(fields["wait_ms"]),
+        run_ms=int(fields["run_ms"]),
+        total_ms=int(fields["total_ms"]),
+        leased_bytes=int(fields["leased"]),
+        peak_bytes=int(fields["peak"]),
+        attempts=int(fields["attempts"]),
+        data={"retry_ms": retry_ms} if retry_ms else {},
+    )
+
+
+def _number(job: Mapping[str, str], field: str) -> int | None:
+    return int(float(job[field])) if field in job else None
+
+
+def _view(told: Mapping[str, Any], now_ms: int) -> JobView:
+    job = told["job"]
+    return JobView(
+        id=told["id"],
+        model=job["c"],
+        version=job.get("ve"),
+        state=job["s"],
+        tenant=job["t"],
+        has_key="k" in job,
+        priority=int(job["p"]),
+        attempt=int(job.get("a", 0)),
+        clients=int(told["clients"]),
+        card=job.get("d"),
+        lease_id=job.get("l"),
+        lease_bytes=int(job["n"]),
+        units=float(job["u"]),
+        peak_bytes=int(job.get("pk", 0)),
+        position=int(told["position"]),
+        eta_ms=int(told["eta_ms"]) if "eta_ms" in told else None,
+        why=told.get("why"),
+        created_ms=int(job["ct"]),
+        wait_started_ms=int(job["ws"]),
+        granted_ms=_number(job, "gr"),
+        started_ms=_number(job, "rs"),
+        settled_ms=_number(job, "st"),
+        deadline_ms=int(told["deadline"]) if "deadline" in told else None,
+        now_ms=now_ms,
+        crashes=int(job.get("cr", 0)),
+        losses=int(job.get("ls", 0)),
+        code=job.get("co"),
+        detail=job.get("er"),
+        has_result="rb" in job and "rx" not in job,
+        events=bool(told["events"]),
+    )
+
+
+async def _ask(store: Store, job_id: str, args: Mapping[str, Any]) -> Reply:
+    reply = await store.run("job_view", {"id": job_id, **args}, keys=(store.keys.job(job_id),))
+    if reply.status == "unknown":
+        raise unknown(job_id)
+    return reply
+
+
+async def view(
+    store: Store,
+    job_id: str,
+    *,
+    tenant: str | None = None,
+    watch: tuple[str, str] | None = None,
+    events: bool = False,
+) -> JobView:
+    """One job. watch=(worker, client id): that worker's stream is told when it settles, with events=True also of news.
+
+    tenant None: an operator. Raises UnknownJob, also for another tenant's job.
+    """
+    worker, client = watch or (None, None)
+    reply = await _ask(
+        store,
+        job_id,
+        {"tenant": tenant, "worker": worker, "watcher": client, "events": True if events else None},
+    )
+    return _view(reply.fields, reply.now_ms)
+
+
+async def unwatch(store: Store, job_id: str, *, client: str) -> None:
+    """Stop watching; a job that is gone is no error."""
+    await store.run("job_view", {"id": job_id, "unwatch": client}, keys=(store.keys.job(job_id),))
+
+
+async def outcome(store: Store, job_id: str, *, tenant: str | None = None) -> Outcome | None:
+    """How a job settled; None while it lives. A succeeded outcome without a result: the result is no longer stored."""
+    reply = await _ask(store, job_id, {"tenant": tenant, "result": True})
+    told = reply.fields.get("outcome")
+    return outcome_of(told, reply.blobs[0]) if told else None
+
+
+async def list_jobs(
+    store: Store,
+    *,
+    state: str | None = None,
+    model: str | None = None,
+    tenant: str | None = None,
+    cursor: str | None = None,
+    limit: int = 50,
+) -> Page[JobView]:
+    """One page, newest first. A page may be short while `next` is set. Raises errors.InvalidInput for a foreign cursor."""
+    after_ms, _, after_id = (cursor or "").partition("-")
+    if cursor and not (after_ms.isdigit() and after_id):
+        raise errors.InvalidInput(f"cursor {cursor!r} is not one that a former page gave")
+    reply = await store.run(
+        "list",
+        {
+            "limit": limit,
+            "state": state,
+            "model": model,
+            "tenant": tenant,
+            "after_ms": int(after_ms) if cursor else None,
+            "after_id": after_id or None,
+        },
+        keys=(store.keys.name("jobs"),),
+    )
+    fields = reply.fields
+    following = f"{int(fields['next_ms'])}-{fields['next_id']}" if fields.get("next_id") else None
+    return Page(tuple(_view(told, reply.now_ms) for told in fields["jobs"] or ()), following)
+
+
+async def payload(store: Store, job_id: str) -> bytes | None:
+    """The stored inputs (canonical msgpack), None when they are gone."""
+    inputs: bytes | None = await store.guarded(store.redis.get, store.keys.name("pay", job_id))
+    return inputs
+
+
+async def read_events(store: Store, job_id: str, *, after: str = "0") -> list[tuple[str, dict[str, Any]]]:
+    """Progress and output after a stream id: (stream id, {"attempt", "type", "data"})."""
+    entries = await store.guarded(
+        store.redis.xrange, store.keys.name("ev", job_id), f"({after}" if after != "0" else "-", "+", 512
+    )
+    return [
+        (
+            entry_id.decode(),
+            {
+                "attempt": int(fields[b"a"]),
+                "type": fields[b"t"].decode(),
+                "data": msgpack.unpackb(fields[b"d"]),
+            },
+        )
+        for entry_id, fields in entries
+    ]

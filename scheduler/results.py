@@ -1,0 +1,248 @@
+"""Results by stream: one stream per gateway worker, read by one connection, never a connection per request.
+
+The stream is the fast path, the job's record is the truth: after a reconnect, another server, or a stream that is missing
+or shorter than what was read, the reader starts at 0 and checks every pending id; at all times it checks some of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from scheduler import jobs
+from scheduler.logs import log_event
+from scheduler.models import Outcome
+from scheduler.store import Store, unpack
+from vramgate import errors
+
+logger = logging.getLogger("vramgate.results")
+
+BLOCK_S = 5.0
+BATCH = 256
+CHECK_INTERVAL_S = 1.0
+CHECKED_PER_INTERVAL = 16
+SETTLED_EARLY = 4096
+"""Outcomes remembered for a caller that will ask a moment later: the answer can overtake the reply of submit."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    future: asyncio.Future[Outcome]
+    waiters: int = 0
+    news: set[asyncio.Event] = field(default_factory=set)
+
+
+async def put(store: Store, job_id: str, result: bytes) -> None:
+    """Store a large result before finish adopts it under its fence."""
+    ttl_ms = round(store.settings.retention.result_ttl_s * 1000)
+    await store.guarded(lambda: store.redis.set(store.keys.name("res", job_id), result, px=ttl_ms))
+
+
+class ResultReader:
+    """The waiters of one gateway worker. `expect` after submit, `forget` when the caller is gone."""
+
+    def __init__(self, store: Store, worker: str) -> None:
+        self._store = store
+        self._stream = store.keys.name("st", worker)
+        self._redis = store.blocking_client(BLOCK_S)
+        self._pending: dict[str, _Pending] = {}
+        self._early: OrderedDict[str, Outcome] = OrderedDict()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._last = "0"
+        self._must_check_all = False
+        self._is_closing = asyncio.Event()
+
+    async def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._read_forever(), name="results-read"),
+            asyncio.create_task(self._check_forever(), name="results-check"),
+        ]
+
+    async def close(self) -> None:
+        """Stop reading; whoever still waits is told `draining`."""
+        self._is_closing.set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for pending in self._pending.values():
+            if not pending.future.done():
+                pending.future.set_exception(
+                    errors.Draining("this gateway is shutting down; ask again with the same key")
+                )
+                pending.future.exception()
+        self._pending.clear()
+        with contextlib.suppress(RedisError, OSError):
+            await self._redis.aclose()
+            await self._redis.connection_pool.disconnect()
+
+    @property
+    def pending(self) -> int:
+        """How many jobs somebody of this worker waits for."""
+        return len(self._pending)
+
+    def expect(self, job_id: str) -> asyncio.Future[Outcome]:
+        """The outcome of a job, once it settles. Shared by all waiters of this worker: shield it. Pair it with `forget`."""
+        pending = self._pending.get(job_id)
+        if pending is None:
+            pending = self._pending[job_id] = _Pending(asyncio.get_running_loop().create_future())
+        pending.waiters += 1
+        early = self._early.get(job_id)
+        if early is not None and not pending.future.done():
+            pending.future.set_result(early)
+        return pending.future
+
+    def forget(self, job_id: str) -> None:
+        """One waiter less."""
+        pending = self._pending.get(job_id)
+        if pending is None:
+            return
+        pending.waiters -= 1
+        if pending.waiters <= 0 and not pending.news:
+            del self._pending[job_id]
+
+    @asynccontextmanager
+    async def news(self, job_id: str) -> AsyncIterator[asyncio.Event]:
+        """An event that is set whenever something new happened to the job; clear it before looking."""
+        self.expect(job_id)
+        event = asyncio.Event()
+        pending = self._pending[job_id]
+        pending.news.add(event)
+        if pending.future.done():
+            event.set()
+        try:
+            yield event
+        finally:
+            pending.news.discard(event)
+            self.forget(job_id)
+
+    async def _read_forever(self) -> None:
+        failures = 0
+        while not self._is_closing.is_set():
+            try:
+                await self._read_once()
+                failures = 0
+            except (RedisError, OSError, errors.VramgateError) as error:
+                failures += 1
+                self._must_check_all = True
+                if failures == 1:
+                    log_event(logger, "results_read_failed", level=logging.WARNING, error=str(error))
+                await asyncio.sleep(min(0.05 * 2 ** min(failures, 6), 2.0) * random.uniform(0.5, 1.0))
+
+    async def _read_once(self) -> None:
+        if self._must_check_all:
+            await self._check(list(self._pending))
+            self._last = "0"
+            self._must_check_all = False
+        answer: Any = await self._redis.xread(
+            {self._stream: self._last}, count=BATCH, block=round(BLOCK_S * 1000)
+        )
+        if not answer:
+            # Nothing for a whole block: a stream that was lost with its server and began anew has lower ids than ours.
+            newest: Any = await self._redis.xrevrange(self._stream, count=1)
+            if newest and _order(newest[0][0]) < _order(self._last.encode()):
+                self._must_check_all = True
+            return
+        for entry_id, fields in answer[0][1]:
+            self._take(fields)
+            self._last = entry_id.decode()
+        await self._redis.xtrim(self._stream, minid=_after(self._last), approximate=True)
+
+    def _take(self, fields: dict[bytes, bytes]) -> None:
+        job_id = fields[b"j"].decode()
+        if b"o" not in fields:
+            self._ring(job_id)
+            return
+        told = unpack(fields[b"o"])
+        result = fields.get(b"r")
+        if told["state"] == "succeeded" and result is None:
+            task = asyncio.create_task(self._fetch(job_id), name=f"result-{job_id[:8]}")
+            self._tasks = [other for other in self._tasks if not other.done()] + [task]
+            return
+        self._settle(jobs.outcome_of(told, result))
+
+    async def _fetch(self, job_id: str) -> None:
+        try:
+            await self._check([job_id])
+        except errors.VramgateError:
+            self._must_check_all = True
+
+    def _settle(self, outcome: Outcome) -> None:
+        pending = self._pending.get(outcome.job_id)
+        if pending is None:
+            self._early[outcome.job_id] = outcome
+            if len(self._early) > SETTLED_EARLY:
+                self._early.popitem(last=False)
+        elif not pending.future.done():
+            pending.future.set_result(outcome)
+        self._ring(outcome.job_id)
+
+    def _ring(self, job_id: str) -> None:
+        pending = self._pending.get(job_id)
+        for event in pending.news if pending else ():
+            event.set()
+
+    async def _check_forever(self) -> None:
+        """Some pending ids, round-robin: a stream entry that never came must not leave a caller waiting."""
+        turn: list[str] = []
+        while not self._is_closing.is_set():
+            await asyncio.sleep(CHECK_INTERVAL_S * random.uniform(0.8, 1.2))
+            turn = [job_id for job_id in turn if job_id in self._pending] or list(self._pending)
+            part, turn = turn[:CHECKED_PER_INTERVAL], turn[CHECKED_PER_INTERVAL:]
+            try:
+                await self._check(part)
+            except errors.VramgateError as error:
+                log_event(logger, "results_check_failed", level=logging.WARNING, error=str(error))
+
+    async def _check(self, job_ids: list[str]) -> None:
+        for job_id in job_ids:
+            pending = self._pending.get(job_id)
+            if pending is None or pending.future.done():
+                continue
+            try:
+                outcome = await jobs.outcome(self._store, job_id)
+            except errors.Refused as error:
+                if error.code != "unknown_job":
+                    raise
+                outcome = _nowhere(job_id)
+            if outcome is not None:
+                self._settle(outcome)
+
+
+def _nowhere(job_id: str) -> Outcome:
+    """A job that the ledger does not know: told `lost`; nobody resubmits it, because an agent may still run it."""
+    detail = f"job {job_id}: the ledger has no record of it; ask again with the same key"
+    return Outcome(
+        job_id=job_id,
+        state="failed",
+        model="",
+        version="",
+        code="lost",
+        detail=detail,
+        result=None,
+        card=None,
+        wait_ms=0,
+        run_ms=0,
+        total_ms=0,
+        leased_bytes=0,
+        peak_bytes=0,
+        attempts=0,
+    )
+
+
+def _order(entry_id: bytes) -> tuple[int, int]:
+    ms, _, part = entry_id.partition(b"-")
+    return int(ms), int(part or 0)
+
+
+def _after(entry_id: str) -> str:
+    ms, _, part = entry_id.partition("-")
+    return f"{ms}-{int(part or 0) + 1}"

@@ -1,0 +1,292 @@
+"""One pool on one server: connections, scripts, retries. Owns every Redis command of vramgate; knows no rule of the ledger.
+
+redis-py's defaults are wrong for a queue, so each is stated here: a bounded pool whose callers wait, short timeouts,
+health checks, no hidden retries of commands. What is retried is the call of a script, because every script is idempotent
+by an id or a number that its caller chose (`emit` is not, and is not retried).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import msgpack
+import redis.asyncio as aioredis
+from redis.asyncio.connection import Connection
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.exceptions import (
+    BusyLoadingError,
+    ConnectionError,
+    MaxConnectionsError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
+
+from scheduler import scripts
+from scheduler.keys import Keys
+from scheduler.logs import log_event
+from scheduler.settings import Settings
+from vramgate import errors
+
+logger = logging.getLogger("vramgate.ledger")
+
+RETRIES = 2
+LEASE_IDS = 16
+_UNAVAILABLE = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError)
+
+
+class BadStore(errors.VramgateError):
+    """This server can never hold a ledger; the message says what to change."""
+
+    code = "store_unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a script said: a status, a map, and binary strings."""
+
+    status: str
+    fields: Mapping[str, Any]
+    blobs: tuple[bytes, ...]
+
+    @property
+    def now_ms(self) -> int:
+        return int(self.fields["now"])
+
+
+def pack(value: object) -> bytes:
+    """msgpack as the server's cmsgpack reads it: strings and bytes alike as raw."""
+    packed: bytes = msgpack.packb(value, use_bin_type=False)
+    return packed
+
+
+def unpack(packed: bytes) -> Any:
+    """What cmsgpack or `pack` wrote; text that was cut in the middle of a character is repaired."""
+    return msgpack.unpackb(packed, raw=False, unicode_errors="replace", strict_map_key=False)
+
+
+def _script_settings(settings: Settings) -> bytes:
+    """The numbers that the scripts work by, in ms and bytes."""
+    clocks, limits, keep, placement = settings.clocks, settings.limits, settings.retention, settings.placement
+    return pack(
+        {
+            "session_ms": round(clocks.session_s * 1000),
+            "beat_ms": round(clocks.beat_s * 1000),
+            "abandon_grace_ms": round(clocks.abandon_grace_s * 1000),
+            "queue_jobs": limits.queue_jobs,
+            "queue_bytes": limits.queue_bytes,
+            "model_jobs": limits.model_jobs,
+            "model_bytes": limits.model_bytes,
+            "tenant_jobs": limits.tenant_jobs,
+            "tenant_bytes": limits.tenant_bytes,
+            "result_budget": limits.result_bytes,
+            "key_ttl_ms": round(keep.key_ttl_s * 1000),
+            "result_ttl_ms": round(keep.result_ttl_s * 1000),
+            "delivered_ttl_ms": round(keep.delivered_ttl_s * 1000),
+            "dead_letter_ttl_ms": round(keep.dead_letter_ttl_s * 1000),
+            "tombstone_ttl_ms": round(keep.tombstone_ttl_s * 1000),
+            "known_ttl_ms": round(keep.known_ttl_s * 1000),
+            "policy": placement.policy,
+            "boost_ms": round(placement.boost_s * 1000),
+            "max_passed": placement.max_passed,
+            "max_passing_ms": round(placement.max_passing_s * 1000),
+        }
+    )
+
+
+class Store:
+    """A pool's ledger. Every call raises errors.StoreUnavailable while the server does not answer or is full."""
+
+    def __init__(self, settings: Settings, *, max_connections: int | None = None) -> None:
+        self.settings = settings
+        self.pool = settings.pool
+        self.keys = Keys(settings.pool)
+        self.redis = self._client(
+            max_connections or settings.redis.max_connections, timeout_s=settings.redis.command_timeout_s
+        )
+        self._script_settings = _script_settings(settings)
+        self._run_id: str | None = None
+        self._recovering = asyncio.Lock()
+        self._is_checked = False
+
+    @classmethod
+    async def connect(cls, settings: Settings, *, max_connections: int | None = None) -> Self:
+        """A store whose server was reached and found fit. Raises BadStore or errors.StoreUnavailable in one line."""
+        store = cls(settings, max_connections=max_connections)
+        try:
+            await store.check()
+        except BaseException:
+            await store.close()
+            raise
+        return store
+
+    def _client(self, max_connections: int, *, timeout_s: float) -> aioredis.Redis:
+        settings = self.settings.redis
+        try:
+            pool = aioredis.BlockingConnectionPool.from_url(
+                self.settings.redis_url,
+                max_connections=max_connections,
+                timeout=settings.command_timeout_s,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=settings.connect_timeout_s,
+                socket_keepalive=True,
+                health_check_interval=15,
+                retry=Retry(NoBackoff(), 0),
+                decode_responses=False,
+                protocol=2,
+                redis_connect_func=self._on_connect,
+            )
+        except ValueError as error:
+            raise BadStore(f"redis_url {self.settings.redis_url!r} cannot be used: {error}") from None
+        return aioredis.Redis(connection_pool=pool)
+
+    def blocking_client(self, block_s: float) -> aioredis.Redis:
+        """A client of one connection for a blocking read: its socket waits longer than the server does."""
+        return self._client(1, timeout_s=block_s + self.settings.redis.command_timeout_s + 3.0)
+
+    async def _on_connect(self, connection: Connection) -> None:
+        """Compare the server's run id on every new connection: another server may stand behind the name now."""
+        await connection.on_connect()
+        await connection.send_command("INFO", "server")
+        info = await connection.read_response()
+        text = info.decode() if isinstance(info, bytes) else str(info)
+        run_id = next(
+            (line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("run_id:")), "?"
+        )
+        if run_id != self._run_id:
+            self._run_id = run_id
+            self._is_checked = False
+
+    async def check(self) -> None:
+        """Reach the server, test that it can hold a ledger, load the scripts, audit once after a change of server."""
+        await self._guard(self.redis.ping)
+        if not self._is_checked:
+            await self._check_server()
+
+    async def _check_server(self) -> None:
+        async with self._recovering:
+            if self._is_checked:
+                return
+            run_id = self._run_id
+            await self._guard(self._test_features)
+            await self._guard(self._load_scripts)
+            answer = await self._call("recover", {"run_id": run_id or "?"}, (), ())
+            self._is_checked = self._run_id == run_id
+            if answer.fields["changed"]:
+                log_event(logger, "ledger_recovered", incarnation=answer.fields["incarnation"], run_id=run_id)
+
+    async def _test_features(self) -> None:
+        info = await self.redis.info("memory")
+        policy = info.get("maxmemory_policy", "noeviction")
+        if policy != "noeviction":
+            raise BadStore(
+                f"the server at {self.where} evicts keys (maxmemory-policy {policy}) and would lose leases; "
+                "set maxmemory-policy noeviction"
+            )
+        try:
+            await self.redis.eval("return #cmsgpack.pack({1})", 0)
+        except ResponseError as error:
+            raise BadStore(
+                f"the server at {self.where} cannot run our scripts ({error}); use Valkey 8+ or Redis 6.2+"
+            ) from None
+
+    @property
+    def where(self) -> str:
+        """The server's address without its password."""
+        address = self.settings.redis_url.rsplit("@", 1)
+        return address[0] if len(address) == 1 else address[0].split("://", 1)[0] + "://" + address[1]
+
+    async def _load_scripts(self) -> None:
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for name in scripts.names():
+                pipe.script_load(scripts.load(name).text)
+            await pipe.execute()
+
+    async def _guard(self, command: Callable[[], Any]) -> Any:
+        try:
+            return await command()
+        except MaxConnectionsError:
+            raise errors.StoreUnavailable(
+                "all connections to the ledger are in use; try again", retry_after_s=1
+            ) from None
+        except OutOfMemoryError:
+            raise errors.StoreUnavailable(
+                f"the ledger at {self.where} is full (maxmemory reached); running jobs go on", retry_after_s=5
+            ) from None
+        except (*_UNAVAILABLE, OSError) as error:
+            raise errors.StoreUnavailable(
+                f"the ledger at {self.where} does not answer: {error}", retry_after_s=1
+            ) from error
+        except ResponseError as error:
+            if "OOM command not allowed" in str(error):
+                raise errors.StoreUnavailable(
+                    f"the ledger at {self.where} is full (maxmemory reached); running jobs go on",
+                    retry_after_s=5,
+                ) from None
+            raise
+        except RedisError as error:
+            raise errors.StoreUnavailable(f"the ledger at {self.where}: {error}", retry_after_s=1) from error
+
+    async def guarded(self, command: Callable[..., Any], *args: Any) -> Any:
+        """One plain command, with the errors of `run`."""
+        return await self._guard(lambda: command(*args))
+
+    async def run(
+        self,
+        name: str,
+        args: Mapping[str, Any],
+        *,
+        keys: Sequence[str] = (),
+        blobs: Sequence[bytes] = (),
+        is_idempotent: bool = True,
+    ) -> Reply:
+        """Run lua/<name>.lua. args: no None inside lists. Raises errors.StoreUnavailable, errors.Internal for a script's own fault."""
+        if not self._is_checked:
+            await self.check()
+        retry = Retry(
+            ExponentialWithJitterBackoff(cap=0.4, base=0.05), RETRIES if is_idempotent else 0, _UNAVAILABLE
+        )
+
+        async def call() -> Reply:
+            return await self._call(name, args, keys, blobs)
+
+        async def failed(_error: Exception) -> None:
+            return None
+
+        try:
+            reply: Reply = await self._guard(lambda: retry.call_with_retry(call, failed))
+        except ResponseError as error:
+            log_event(logger, "script_failed", level=logging.ERROR, script=name, error=str(error))
+            await self._call("audit", {"cards": []}, (), ())
+            raise errors.Internal(f"the ledger's operation {name} failed: {error}") from error
+        if not self._is_checked:
+            await self._check_server()
+        return reply
+
+    async def _call(
+        self, name: str, args: Mapping[str, Any], keys: Sequence[str], blobs: Sequence[bytes]
+    ) -> Reply:
+        script = scripts.load(name)
+        all_keys = (self.keys.meta, *keys)
+        lease_ids = os.urandom(16 * LEASE_IDS).hex() if script.needs_lease_ids else ""
+        given = {field: value for field, value in args.items() if value is not None}
+        argv: tuple[bytes | str, ...] = (*all_keys, pack(given), self._script_settings, lease_ids, *blobs)
+        try:
+            raw = await self.redis.evalsha(script.sha, len(all_keys), *argv)
+        except NoScriptError:
+            await self._load_scripts()
+            raw = await self.redis.evalsha(script.sha, len(all_keys), *argv)
+        return Reply(raw[0].decode(), unpack(raw[1]), tuple(raw[2:]))
+
+    async def close(self) -> None:
+        await self.redis.aclose()
+        await self.redis.connection_pool.disconnect()

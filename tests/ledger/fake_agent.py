@@ -1,0 +1,116 @@
+"""An agent without torch and without a process: it speaks to the ledger as a real one does."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from scheduler import cards
+from scheduler.models import Beat, BeatAnswer, CardRegistration, HandedJob, Handout, HostedModel, Report, Sample, Start, SubmitRequest
+from scheduler.fingerprint import canonical, fingerprint
+from scheduler.store import Store
+
+GIB = 2**30
+MIB = 2**20
+
+
+def hosted(name: str = "echo", *, version: str = "v1", slots: int = 4, ready: bool = True, resident: int = 0) -> HostedModel:
+    return HostedModel(
+        name=name, version=version, ready=ready, reason=None if ready else "does not fit", slots=slots, max_batch=slots, lanes=1,
+        resident_bytes=resident, c0_item=MIB, c1=0.0, units="1", batch_units="sum", schema=None, schema_hash="",
+    )  # fmt: skip
+
+
+def request(model: str = "echo", *, nbytes: int = GIB, key: str | None = None, worker: str = "w1", inputs: object = 1, **given: object) -> SubmitRequest:
+    packed = canonical({"x": inputs})
+    return SubmitRequest(
+        job_id=secrets.token_hex(16), model=model, inputs=packed, lease_bytes=nbytes, units=1.0, worker=worker, key=key,
+        fingerprint=fingerprint(model, packed) if key is not None else None, **given,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+class FakeAgent:
+    """Holds a card with `total` bytes. `used_by_strangers` appears in its samples."""
+
+    def __init__(self, store: Store, card: str = "GPU-a", *, total: int = 10 * GIB, models: Sequence[HostedModel] = (), slots: int = 16) -> None:
+        self.store = store
+        self.card = card
+        self.total = total
+        self.models = tuple(models) or (hosted(),)
+        self.slots = slots
+        self.session = secrets.token_hex(16)
+        self.seq = 0
+        self.now_ms = 0
+        self.foreign = 0
+        self.held: dict[str, HandedJob] = {}
+        self.started: list[Start] = []
+        self.applied = 0
+
+    def sample(self) -> Sample:
+        return Sample(
+            read_ms=self.now_ms, total=self.total, driver=0, used=self.foreign, own=0, allocated=0, reserved=0, context=0
+        )
+
+    async def register(self, *, state: str = "ready") -> None:
+        registration = CardRegistration(
+            card=self.card, session=self.session, host="host", name=f"host:{self.card}", index=0, product="fake", pid=1, headroom=0,
+            slots=self.slots, models=self.models, sample=self.sample() if self.now_ms else None,
+        )  # fmt: skip
+        self.now_ms = await cards.register(self.store, registration, state=state)
+        await self.beat()
+
+    async def beat(self, state: str = "ready", *, applied: int | None = None, held: Sequence[HandedJob] | None = None) -> BeatAnswer:
+        holding = list(self.held.values()) if held is None else held
+        beat = Beat(
+            state=state, reason=None, applied_seq=self.applied if applied is None else applied,  # type: ignore[arg-type]
+            held=tuple((job.job_id, job.lease_id) for job in holding), starts=tuple(self.started), sample=self.sample(),
+        )  # fmt: skip
+        answer = await cards.heartbeat(self.store, card=self.card, session=self.session, beat=beat)
+        self.started.clear()
+        self.now_ms = answer.now_ms
+        return answer
+
+    def start(self, job: HandedJob, *, age_ms: int = 0) -> None:
+        self.started.append(Start(job.job_id, job.lease_id, age_ms))
+
+    def _take(self, handout: Handout) -> Handout:
+        self.now_ms = handout.now_ms
+        self.applied = self.seq
+        self.held |= {job.lease_id: job for job in handout.jobs}
+        return handout
+
+    async def claim(self, want: int = 16) -> list[HandedJob]:
+        self.seq += 1
+        starts, self.started = self.started, []
+        handout = await cards.claim(
+            self.store, card=self.card, session=self.session, seq=self.seq, want=want, starts=starts, sample=self.sample()
+        )
+        return list(self._take(handout).jobs)
+
+    async def finish(self, *reports: Report, want: int = 0) -> Handout:
+        self.seq += 1
+        starts, self.started = self.started, []
+        handout = await cards.finish(
+            self.store, card=self.card, session=self.session, seq=self.seq, reports=reports, starts=starts, sample=self.sample(), want=want
+        )  # fmt: skip
+        for report in reports:
+            self.held.pop(report.lease_id, None)
+        return self._take(handout)
+
+    async def run_all(self) -> int:
+        """Claim and answer until there is nothing more."""
+        done = 0
+        while jobs := await self.claim():
+            for job in jobs:
+                self.start(job)
+            await self.finish(*(ok(job) for job in jobs))
+            done += len(jobs)
+        return done
+
+
+def ok(job: HandedJob, result: bytes = b"\xa2ok") -> Report:
+    return Report(job.job_id, job.lease_id, "succeeded", result=result, peak_bytes=1, run_ms=1)
+
+
+def failed(job: HandedJob, code: str = "model_error") -> Report:
+    return Report(job.job_id, job.lease_id, "failed", code=code, detail="it said no", run_ms=1)
