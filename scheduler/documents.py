@@ -259,4 +259,7 @@ def _view_error(view: JobView) -> errors.Refused | None:
 def _error(job_id: str, code: str, detail: str | None, data: Mapping[str, Any]) -> errors.Refused:
     # A code from a newer release must not hide the job behind a failure of ours.
     kind = errors.by_code(code) if code in errors.TABLE else errors.Internal
-    return kind(detail or "", job_id=job_id, **text_form(data))
+    shown = {name: text_form(value) for name, value in data.items() if name != "retry_ms"}
+    retry_ms = data.get("retry_ms")
+    retry_after_s = None if retry_ms is None else max(1, -(-int(retry_ms) // 1000))
+    return kind(detail or "", job_id=job_id, retry_after_s=retry_after_s, **shown)

@@ -13,8 +13,8 @@ from vramgate.cli import tables
 from vramgate.cli.target import ConfigOption, JsonOption, PoolOption, RedisOption, find, open_store
 from vramgate.cli.views import fetch_cards, find_job_id, pick
 
-job = typer.Typer(help="Do something to a job.", no_args_is_help=True)
-card = typer.Typer(help="Do something to a card.", no_args_is_help=True)
+job = typer.Typer(help="Do something to a job.")
+card = typer.Typer(help="Do something to a card.")
 
 CardArgument = Annotated[
     str, typer.Argument(metavar="CARD", help="Its id, a unique prefix, or its host:0 name.")

@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from scheduler.embedded import bound_to_owner
@@ -42,14 +42,12 @@ class ServiceProcess:
         log: Path,
         say: Say,
         stop_timeout_s: float,
-        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self._command = list(command)
         self._log = log
         self._say = say
         self._stop_timeout_s = stop_timeout_s
-        self._environment = os.environ | dict(environment or {})
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -114,7 +112,6 @@ class ServiceProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._environment,
                 start_new_session=True,
             )
 

@@ -149,13 +149,13 @@ class Stack:
             command = gateway_command(
                 settings, config=plan.config, port=port, workers=plan.workers, insecure=plan.insecure
             )
+            command += ["--drain", f"{drains}s"]
             gateway = ServiceProcess(
                 f"gateway on port {port}",
                 command,
                 log=self.data_dir / "logs" / f"gateway-{port}.log",
                 say=self._say,
                 stop_timeout_s=drains + settings.gateway.grace_s + _MARGIN_S,
-                environment={"VRAMGATE_GATEWAY__DRAIN_S": str(drains)},
             )
             self._gateways.append(gateway)
             await gateway.start()

@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import typer
 
@@ -41,30 +40,20 @@ class Target:
     settings: Settings
     source: str
 
-    @property
-    def place(self) -> str:
-        """The address without a password, for people."""
-        parts = urlsplit(self.settings.redis_url)
-        return (
-            self.settings.redis_url.replace(f":{parts.password}@", ":***@")
-            if parts.password
-            else parts.geturl()
-        )
-
 
 def find(redis: str | None = None, *, pool: str | None = None, config: Path | None = None) -> Target:
     """Decide which ledger a command speaks to. Raises ConfigError."""
     given = load_settings(config)
     running = upfile.read(given.redis.data_dir)
     if redis is not None:
-        url, source = redis, "--redis"
+        url, source = redis, "from --redis"
     elif os.environ.get(REDIS_ENV):
-        url, source = os.environ[REDIS_ENV], REDIS_ENV
+        url, source = os.environ[REDIS_ENV], f"from {REDIS_ENV}"
     elif running is not None:
-        url, source = running.redis_url, f"the `up` that runs here, pid {running.pid}"
+        url, source = running.redis_url, f"of the `up` that runs here, pid {running.pid}"
         pool = pool or running.pool
     else:
-        source = "the configuration" if "redis_url" in given.model_fields_set else "the default"
+        source = "from the configuration" if "redis_url" in given.model_fields_set else "the default address"
         url = given.redis_url
     return Target(load_settings(config, redis_url=url, pool=pool), source)
 
@@ -76,8 +65,8 @@ async def open_store(target: Target) -> AsyncIterator[Store]:
         store = await Store.connect(target.settings, max_connections=4)
     except StoreUnavailable as error:
         raise NothingReachable(
-            f"no ledger at {target.place} (from {target.source}): {error.detail}; start one with "
-            f"`vramgate up`, or name one with --redis or {REDIS_ENV}"
+            f"{error.detail} ({target.source}); start one with `vramgate up`, or name one with "
+            f"--redis or {REDIS_ENV}"
         ) from None
     try:
         yield store

@@ -115,8 +115,7 @@ def jobs(
         return
 
     async def fetch(store: Store) -> Document:
-        page = await ledger_jobs.list_jobs(store, state=state, model=model, limit=limit)
-        return documents.list_document([documents.job_document(view) for view in page.data], page.next)
+        return await fetch_jobs(store, state=state, model=model, limit=limit)
 
     asyncio.run(_present(where, fetch, lambda found: tables.table(tables.JOBS, found["data"])))
 
@@ -135,6 +134,19 @@ async def fetch_queue(store: Store) -> list[Document]:
 
 async def fetch_models(store: Store) -> list[Document]:
     return [documents.model_document(view) for view in await inventory.models(store)]
+
+
+async def fetch_jobs(store: Store, *, state: str | None, model: str | None, limit: int) -> Document:
+    """The newest jobs that fit. A page of the ledger may hold fewer than asked for, so pages are joined."""
+    found: list[Document] = []
+    cursor: str | None = None
+    while True:
+        wanted = min(_PAGE, limit - len(found))
+        page = await ledger_jobs.list_jobs(store, state=state, model=model, cursor=cursor, limit=wanted)
+        found += [documents.job_document(view) for view in page.data]
+        cursor = page.next
+        if cursor is None or len(found) >= limit:
+            return documents.list_document(found, cursor)
 
 
 async def fetch_job(store: Store, prefix: str) -> Document:

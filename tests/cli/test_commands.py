@@ -1,0 +1,248 @@
+"""The commands that speak to the ledger: tables, the objects of HTTP, ids and prefixes, and honest exit
+codes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler import admission, documents, inventory
+from scheduler.settings import Settings
+from scheduler.store import Store
+from tests.ledger.fake_agent import GIB, FakeAgent, failed, ok, request
+from vramgate.cli import upfile
+from vramgate.cli.exits import DONE, FAILED, MISSING, UNREACHABLE, USAGE
+from vramgate.cli.main import main
+
+
+class Shell:
+    """Runs commands against the test's ledger, in a thread of their own as each has its own event loop."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
+        self._capsys = capsys
+        self._options = options
+
+    async def run(self, *arguments: str, bare: bool = False) -> tuple[int, str, str]:
+        self._capsys.readouterr()
+        code = await asyncio.to_thread(main, [*arguments, *([] if bare else self._options)])
+        out, err = self._capsys.readouterr()
+        return code, out, err
+
+    async def json(self, *arguments: str) -> Any:
+        code, out, err = await self.run(*arguments, "--json")
+        assert code == DONE, err
+        return json.loads(out)
+
+
+@pytest.fixture
+def shell(
+    settings: Settings, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Shell:
+    monkeypatch.chdir(tmp_path)
+    return Shell(capsys, ["--redis", settings.redis_url, "--pool", settings.pool])
+
+
+@pytest.fixture
+async def agent(store: Store) -> FakeAgent:
+    """A card of 10 GiB with the model `echo`."""
+    agent = FakeAgent(store, "GPU-abc123")
+    await agent.register()
+    return agent
+
+
+async def test_cards_show_what_http_shows(store: Store, shell: Shell, agent: FakeAgent) -> None:
+    """`--json` is the list object; one card by id, unique prefix or name is the object itself."""
+    await admission.submit(store, request(nbytes=GIB))
+    listed = await shell.json("cards")
+    assert listed["object"] == "list" and [card["id"] for card in listed["data"]] == ["GPU-abc123"]
+    assert listed["data"][0]["ledger"]["jobs"] == GIB
+    for name in ("GPU-abc123", "GPU-a", "host:GPU-abc123"):
+        one = await shell.json("cards", name)
+        assert one["id"] == "GPU-abc123" and one["object"] == "card"
+    code, out, _ = await shell.run("cards")
+    assert code == DONE and "GPU-abc123" in out and "1 GiB" in out and "GRANTABLE" in out
+    code, out, _ = await shell.run("cards", "GPU-abc123")
+    assert code == DONE and "usable 10 GiB = resident 0 B" in out
+    for job in await agent.claim():
+        await agent.finish(ok(job))
+
+
+async def test_leases_queue_and_models(store: Store, shell: Shell, agent: FakeAgent) -> None:
+    """What is held, what waits, and what is served; `--json` equals the documents that HTTP renders."""
+    for _ in range(6):
+        await admission.submit(store, request(nbytes=2 * GIB))
+    leases, queue, models = [await shell.json(name) for name in ("leases", "queue", "models")]
+    assert [lease["bytes"] for lease in leases["data"]] == [2 * GIB] * 4
+    assert queue["data"] == [queue["data"][0]] and queue["data"][0]["waiting"] == 2
+    assert models == documents.list_document(
+        [documents.model_document(view) for view in await inventory.models(store)]
+    )
+    lease = leases["data"][0]
+    assert (await shell.json("leases", lease["id"][:10]))["job"] == lease["job"]
+    assert (await shell.json("queue", "echo"))["object"] == "queue"
+    assert (await shell.json("models", "ech"))["id"] == "echo"
+    for name in ("leases", "queue", "models"):
+        code, out, _ = await shell.run(name)
+        assert code == DONE and "echo" in out
+    await agent.run_all()
+
+
+async def test_jobs_by_id_prefix_state_and_model(store: Store, shell: Shell, agent: FakeAgent) -> None:
+    """A settled job has its result or its problem object; filters and prefixes find what they name."""
+    good = await admission.submit(store, request(is_async=True))
+    bad = await admission.submit(store, request(is_async=True))
+    for job in await agent.claim():
+        agent.start(job)
+        await agent.finish(ok(job) if job.job_id == good.job_id else failed(job))
+    assert (await shell.json("jobs", good.job_id))["result"] == "ok"
+    assert (await shell.json("jobs", bad.job_id[:16]))["error"]["code"] == "model_error"
+    listed = await shell.json("jobs", "--state", "failed")
+    assert [job["id"] for job in listed["data"]] == [bad.job_id]
+    assert len((await shell.json("jobs", "--model", "echo"))["data"]) == 2
+    assert (await shell.json("jobs", "--model", "other"))["data"] == []
+    code, out, _ = await shell.run("jobs")
+    assert code == DONE and "succeeded" in out and "model_error" in out
+
+
+async def test_cancel_is_for_all_callers_and_twice_is_the_same(
+    store: Store, shell: Shell, agent: FakeAgent
+) -> None:
+    """A waiting job is cancelled by a prefix; a finished one stays as it is, and both exit with 0."""
+    for _ in range(5):
+        await admission.submit(store, request(nbytes=2 * GIB, is_async=True))
+    waiting = (await shell.json("jobs", "--state", "queued"))["data"][0]["id"]
+    code, out, _ = await shell.run("job", "cancel", waiting[:20])
+    assert (code, out) == (DONE, f"job {waiting}: cancelled\n")
+    assert (await shell.json("job", "cancel", waiting))["state"] == "cancelled"
+    await agent.run_all()
+    done = (await shell.json("jobs", "--state", "succeeded"))["data"][0]["id"]
+    code, out, _ = await shell.run("job", "cancel", done)
+    assert code == DONE and "had succeeded before" in out
+
+
+async def test_cordon_drain_and_uncordon(store: Store, shell: Shell, agent: FakeAgent) -> None:
+    """A cordoned card is granted nothing; uncordon lets its waiting work run."""
+    code, out, _ = await shell.run("card", "cordon", "GPU-a", "--reason", "smells burnt")
+    assert code == DONE and "cordoned" in out
+    assert (await shell.json("cards", "GPU-a"))["reason"] == "smells burnt"
+    assert (await admission.submit(store, request(is_async=True))).state == "queued"
+    assert (await shell.json("card", "drain", "GPU-a"))["operator_state"] == "draining"
+    assert (await shell.json("card", "uncordon", "host:GPU-abc123"))["state"] == "ready"
+    await agent.beat()
+    assert await agent.run_all() == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["cards", "GPU-zzz"], MISSING, "there is no card GPU-zzz; `vramgate cards` lists them"),
+        (["jobs", "f" * 32], MISSING, "there is no job ffff"),
+        (["jobs", "ffff"], MISSING, "there is no job ffff"),
+        (["job", "cancel", "ffff"], MISSING, "there is no job"),
+        (["card", "drain", "GPU-zzz"], MISSING, "there is no card"),
+        (["models", "nothing"], MISSING, "there is no model nothing; `vramgate models` lists them"),
+        (["jobs", "--limit", "0"], USAGE, "--limit"),
+        (["cards", "--jso"], USAGE, "No such option: --jso"),
+        (["wards"], USAGE, "No such command"),
+        (["job", "cancel"], USAGE, "Missing argument"),
+    ],
+)
+async def test_each_failure_is_one_line_and_its_code(
+    shell: Shell, agent: FakeAgent, arguments: list[str], code: int, words: str
+) -> None:
+    """Nothing on standard output, one line on standard error, and the contract's exit code."""
+    ended, out, err = await shell.run(*arguments)
+    assert (ended, out) == (code, "") and words in err and err.count("\n") == 1
+
+
+async def test_a_prefix_that_fits_several_is_refused(store: Store, shell: Shell, agent: FakeAgent) -> None:
+    """It names some of them and asks for more of the id."""
+    second = FakeAgent(store, "GPU-abd")
+    await second.register()
+    code, _, err = await shell.run("cards", "GPU-ab")
+    assert code == USAGE and "GPU-abc123" in err and "GPU-abd" in err
+
+
+async def test_nothing_reachable_says_where_it_looked(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Exit code 4, with the address, where it came from, and what to do; passwords are not shown."""
+    url = "redis://:secret@127.0.0.1:1/0"
+    code, _, err = await shell.run("cards", "--redis", url, bare=True)
+    assert code == UNREACHABLE and "127.0.0.1:1" in err and "--redis" in err and "secret" not in err
+    monkeypatch.setenv("VRAMGATE_REDIS_URL", "redis://127.0.0.1:2/0")
+    code, _, err = await shell.run("cards", bare=True)
+    assert code == UNREACHABLE and "127.0.0.1:2" in err and "from VRAMGATE_REDIS_URL" in err
+    monkeypatch.delenv("VRAMGATE_REDIS_URL")
+    write_running(tmp_path / ".vramgate", "redis://127.0.0.1:3/0")
+    code, _, err = await shell.run("cards", bare=True)
+    assert code == UNREACHABLE and "127.0.0.1:3" in err and f"pid {os.getpid()}" in err
+    code, _, err = await shell.run("infer", "echo", "{}", "--url", "http://127.0.0.1:1", bare=True)
+    assert code == UNREACHABLE and "no gateway at http://127.0.0.1:1" in err and err.count("\n") == 1
+
+
+async def test_what_up_left_is_found(
+    settings: Settings, shell: Shell, agent: FakeAgent, tmp_path: Path
+) -> None:
+    """In the directory of a running `up` no option is needed; one that was killed counts as none."""
+    write_running(tmp_path / ".vramgate", settings.redis_url, pool=settings.pool)
+    code, out, _ = await shell.run("cards", "--json", bare=True)
+    assert code == DONE and json.loads(out)["data"][0]["id"] == "GPU-abc123"
+    write_running(tmp_path / ".vramgate", settings.redis_url, pool=settings.pool, started="another")
+    assert upfile.read(tmp_path / ".vramgate") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["infer", "echo", "{"], "the inputs are no JSON"),
+        (["infer", "echo", "[1]"], "write an object"),
+        (["infer", "echo", "{}", "--file", "x.wav"], "not both"),
+        (["infer", "echo", "--file", "x.wav"], "x.wav cannot be read: No such file"),
+        (["infer", "echo", "{}", "--max-wait", "soon"], "--max-wait: 'soon' is not a duration"),
+        (["infer", "echo", "{}", "--priority", "12"], "--priority"),
+        (["infer", "echo", "{}", "--url", "ftp://x"], "is no address of a gateway"),
+    ],
+)
+async def test_infer_refuses_what_makes_no_sense(shell: Shell, arguments: list[str], words: str) -> None:
+    """Told before anything is sent, as a fault of usage."""
+    code, out, err = await shell.run(*arguments, bare=True)
+    assert (code, out) == (USAGE, "") and words in err and err.count("\n") == 1
+
+
+async def test_a_typo_in_the_configuration_is_one_line(shell: Shell, tmp_path: Path) -> None:
+    """The key is named, and the nearest known one."""
+    (tmp_path / "vramgate.toml").write_text("[gateway]\nprot = 1\n")
+    for command in (["cards"], ["up"], ["gateway"], ["agent"]):
+        code, _, err = await shell.run(*command, bare=True)
+        assert code == USAGE and "gateway.prot; did you mean gateway.port?" in err and err.count("\n") == 1
+
+
+async def test_version_and_help(shell: Shell) -> None:
+    """The bare command shows what there is."""
+    code, out, _ = await shell.run("--version", bare=True)
+    assert code == DONE and out.startswith("vramgate ")
+    code, out, _ = await shell.run(bare=True)
+    assert code == DONE and all(name in out for name in ("up", "demo", "cards", "infer"))
+
+
+async def test_an_unexpected_failure_is_one_line(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stack trace, whatever goes wrong."""
+
+    async def broken(*_: object) -> None:
+        raise RuntimeError("two\nlines")
+
+    monkeypatch.setattr("vramgate.cli.views.inventory.cards", broken)
+    code, _, err = await shell.run("cards")
+    assert (code, err) == (FAILED, "vramgate: RuntimeError: two lines\n")
+
+
+def write_running(data_dir: Path, url: str, *, pool: str = "default", started: str | None = None) -> None:
+    own = upfile.start_of(os.getpid()) or "unknown"
+    upfile.write(data_dir, upfile.Running(os.getpid(), started or own, url, pool, (), None))
