@@ -53,7 +53,7 @@ if KEY then
       local result = redis.call('GET', key('res', id))
       return reply('ok', { how = 'replayed', job = id, state = j.s, position = 0, card = j.d or '', outcome = settle.outcome(id, j) }, result or '')
     end
-    if j and j.l and redis.call('HEXISTS', key('leases', j.d), j.l) == 1 then previous = id end
+    if j and j.l and lease.card(j.d).sid ~= '' and redis.call('HEXISTS', key('leases', j.d), j.l) == 1 then previous = id end
     if not j then count('key_without_job') end
   end
 end

@@ -90,6 +90,10 @@ function sweep.lost_jobs(k)
         agent.requeue(id, j, 'unheld')
       end
       if j.s == 'queued' then place.requeued(id, j) end
+    elseif j and j.l == all[i] then
+      -- Settled already: nobody will report the end of this run, so its key is not held for it.
+      local next_id, n = settle.lease_ended(id, j)
+      if next_id then place.requeued(next_id, n) end
     end
   end
   return false
