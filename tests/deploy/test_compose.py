@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from scheduler.settings import AgentSettings, GatewaySettings, Settings, load_settings
 from tests.deploy.nginx import CONFIGURATION, GATEWAYS, REPOSITORY
+from vramgate.cli.main import app
 
 COMPOSE = REPOSITORY / "docker-compose.yml"
 DOCKERFILE = REPOSITORY / "deploy" / "Dockerfile"
@@ -163,6 +166,18 @@ def test_mounted_files_exist(services: dict[str, Service]) -> None:
     for agent in agents_of(services).values():
         folder = REPOSITORY / str(agent["volumes"][0]).split(":")[0]
         assert (folder / Path(option(agent, "--config")).name).is_file()
+
+
+def test_commands_are_ones_that_we_have(services: dict[str, Service]) -> None:
+    """The command line of each service of ours parses, with the options that it uses."""
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    for service in [*gateways_of(services).values(), *agents_of(services).values()]:
+        program, name, *arguments = [
+            word.replace("/models", str(REPOSITORY / "examples")) for word in service["command"]
+        ]
+        assert program == "vramgate"
+        group.commands[name].make_context(name, arguments)
 
 
 def test_built_stages_exist(services: dict[str, Service]) -> None:

@@ -202,7 +202,7 @@ async def test_a_body_over_the_limit_is_refused_as_a_gateway_would(
     response = await http.post("/v1/models/m/echo", content=content)
     assert response.status_code == 413
     document = problem(response)
-    assert document == errors.TooLarge(str(document["detail"])).problem()
+    assert document == errors.TooLarge(str(document["detail"]), limit_bytes=32 * MIB).problem()
     assert gateways[0].received == gateways[1].received == []
 
 
