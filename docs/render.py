@@ -1,4 +1,4 @@
-"""Renders the pages of docs/ that are tables of the code: `python docs/render.py` rewrites them, a test holds them equal."""
+"""Renders the pages of docs/ that are tables of the code: `python docs/render.py`. A test holds them equal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel
@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from scheduler import scripts, transitions
 from scheduler.settings import ENV_PREFIX, ModelSettings, Settings
-from vramgate.errors import TABLE
+from vramgate.errors import TABLE, by_code
 from vramgate.quantities import format_size
 
 DOCS = Path(__file__).resolve().parent
@@ -27,17 +27,29 @@ def configuration() -> str:
         "",
         RENDERED_BY,
         "",
-        "Flags win over the environment, the environment over `vramgate.toml` in the working directory (or `--config FILE`),",
-        "the file over the defaults. An unknown key is an error that suggests the nearest one. Sizes are written `12GiB`,",
-        "durations `10m`. A key `a.b` of the file is the variable `VRAMGATE_A__B`.",
+        "Flags win over the environment, the environment over `vramgate.toml` in the working directory",
+        "(or `--config FILE`), the file over the defaults. An unknown key is an error that suggests one.",
+        "Sizes are written `12GiB`, durations `10m`. A key `a.b` is the variable `VRAMGATE_A__B`.",
     ]
     for title, prefix, model in _sections():
-        lines += ["", f"## {title}", "", "| key | default | bounds | help | variable |", "|---|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| key | default | bounds | help | variable |",
+            "|---|---|---|---|---|",
+        ]
         for name, field in model.model_fields.items():
             if _section_of(field) is None and name != "models":
                 variable = ENV_PREFIX + (prefix + name).upper().replace(".", "__")
-                shown = f"`{prefix}{name}`"
-                lines.append(f"| {shown} | {_default(field)} | {_bounds(field)} | {field.description or ''} | `{variable}` |")
+                cells = (
+                    f"`{prefix}{name}`",
+                    _default(field),
+                    _bounds(field),
+                    field.description or "",
+                    f"`{variable}`",
+                )
+                lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
@@ -67,7 +79,11 @@ def _default(field: FieldInfo) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
-    kinds = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else (field.annotation,)
+    kinds = (
+        get_args(field.annotation)
+        if get_origin(field.annotation) in (Union, UnionType)
+        else (field.annotation,)
+    )
     for kind in kinds:
         if get_origin(kind) is Literal:
             return " or ".join(f"`{choice}`" for choice in get_args(kind))
@@ -99,17 +115,23 @@ def errors() -> str:
         "",
         RENDERED_BY,
         "",
-        "Every refusal and every failure is a problem document (RFC 9457) with `type` = `urn:vramgate:<code>`; the client",
-        "raises `vramgate.errors.<Class>`.",
+        "Every refusal and every failure is a problem document (RFC 9457), `type` = `urn:vramgate:<code>`;",
+        "the client raises `vramgate.errors.<Class>`.",
         "",
         "| code | status | retry | class | a stored job ends as | meaning |",
         "|---|---|---|---|---|---|",
     ]
     for row in TABLE.values():
-        name = "InputError" if row.code == "rejected_by_model" else "".join(word.capitalize() for word in row.code.split("_"))
-        lines.append(
-            f"| `{row.code}` | {row.status} | {retry[row.retry]} | `{name}` | {row.job_state or ''} | {row.title} |"
+        name = by_code(row.code).__name__
+        cells = (
+            f"`{row.code}`",
+            str(row.status),
+            retry[row.retry],
+            f"`{name}`",
+            row.job_state or "",
+            row.title,
         )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
@@ -122,7 +144,7 @@ def ledger_scripts() -> str:
         "",
         RENDERED_BY,
         "",
-        "Each is one file of `lua/`; these are their headers. Arguments and replies are msgpack; see `lua/_lib/base.lua`.",
+        "Each is one file of `lua/`; these are their headers. Arguments and replies are msgpack.",
     ]
     for name in scripts.names():
         header: list[str] = []
