@@ -119,6 +119,7 @@ async def test_a_process_that_dies_is_started_again_with_back_off(
     monkeypatch.setattr(service_process, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(service_process, "LONGEST_BACKOFF_S", 0.02)
     async with running(REFUSING, tmp_path) as (service, said, _):
+        service.keep_running()
         await until("it was started four times", lambda: service.starts >= 4)
     assert "status 1, again in 0.01 s: port 1 is in use" in said[0]
     assert "in 0.02 s" in said[1] and "in 0.02 s" in said[2]
@@ -128,7 +129,7 @@ async def test_an_end_at_the_start_is_a_failure_with_its_last_line(tmp_path: Pat
     """While a service starts for the first time, its end is the command's failure."""
     async with running(REFUSING, tmp_path) as (service, _, _log):
         await until("it has ended", lambda: service.pid is None)
-        with pytest.raises(Failure, match="the service ended at its start: port 1 is in use"):
+        with pytest.raises(Failure, match="the service ended at the start: port 1 is in use"):
             service.refuse_end()
 
 

@@ -28,9 +28,9 @@ Say = Callable[[str], None]
 
 
 class ServiceProcess:
-    """A service that is kept running until `stop`.
+    """A service between `start` and `stop`.
 
-    `start` spawns it and returns; each later end is said and answered with a new start. It is bound to the
+    Once `keep_running` was called, each end is said and answered with a new start. It is bound to the
     thread that started it: on Linux it gets SIGTERM when that ends, also by kill -9.
     """
 
@@ -58,16 +58,19 @@ class ServiceProcess:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self) -> None:
-        """Spawn the process and watch it."""
+        """Spawn the process. Until `keep_running` its end is left for `refuse_end` to tell."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._log.write_bytes(b"")
         await self._spawn()
+
+    def keep_running(self) -> None:
+        """From now on start it again whenever it ends."""
         self._watch = asyncio.create_task(self._keep_running(), name=f"watch {self.name}")
 
     def refuse_end(self) -> None:
         """Raise Failure with the process's last line when it has ended: for the time of a first start."""
         if self._process is not None and self._process.returncode is not None:
-            raise Failure(f"{self.name} ended at its start: {self.last_words()}")
+            raise Failure(f"{self.name} ended at the start: {self.last_words()}")
 
     async def stop(self, hurry: asyncio.Event) -> None:
         """SIGTERM, time to drain (none once `hurry` is set), SIGKILL. Returns when the process is gone.

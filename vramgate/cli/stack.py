@@ -76,6 +76,10 @@ class Stack:
         return tuple(f"http://{shown}:{port}" for port in self._ports)
 
     @property
+    def server_pid(self) -> int | None:
+        return self._server.pid
+
+    @property
     def agent_pids(self) -> tuple[int, ...]:
         return tuple(agent.pid for agent in self._agents if agent.pid is not None)
 
@@ -162,6 +166,7 @@ class Stack:
         async with httpx.AsyncClient(timeout=2.0, trust_env=False) as http:
             for gateway, url in zip(self._gateways, self.urls, strict=True):
                 await _until_serving(http, gateway, url)
+                gateway.keep_running()
                 self._say(f"gateway  {url}")
 
     async def _start_agents(self) -> None:
@@ -185,6 +190,7 @@ class Stack:
             raise Failure(f"no card registered within {CARDS_START_S:.0f} s: {agent.last_words()}") from None
         finally:
             await store.close()
+        agent.keep_running()
 
     def _running(self) -> upfile.Running:
         return upfile.Running(

@@ -1,0 +1,162 @@
+"""A box brought up and ended: order, restarts, data that stay, and nothing left behind.
+
+Server and gateways are the real ones; the agent is one without torch. tests/cli/test_up.py runs the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from scheduler import admission, inventory, jobs
+from scheduler.embedded import free_port
+from scheduler.store import Store
+from tests.ledger.fake_agent import request
+from vramgate.cli import stack as stack_module
+from vramgate.cli import upfile
+from vramgate.cli.exits import Failure
+from vramgate.cli.processes import descendants
+from vramgate.cli.stack import Plan, Stack
+
+ROOT = Path(__file__).parents[2]
+
+
+async def until(condition: str, holds: Callable[[], Awaitable[bool]], *, within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not await holds():
+        assert time.monotonic() < deadline, f"within {within_s:.0f} s: {condition}"
+        await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int) -> Plan:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def stub(settings: Any, **_: Any) -> list[str]:
+        command = [sys.executable, str(Path(__file__).with_name("stub_agent.py")), "--all"]
+        return [*command, "--redis", settings.redis_url, "--pool", settings.pool]
+
+    monkeypatch.setattr(stack_module, "agent_command", stub)
+    return Plan(config=None, simulate="1x512MiB", gateways=1, port=unused_tcp_port)
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    return free_port()
+
+
+async def ended(stack: Stack) -> None:
+    """Stop it, and see that no process below us is left and the file for other commands is gone."""
+    await stack.stop()
+    assert not list(descendants(os.getpid())), "processes were left behind"
+    assert upfile.read(stack.data_dir) is None
+
+
+def pids(name: str) -> list[int]:
+    """Our processes whose command line holds `name`, parents first."""
+    found = []
+    for pid in descendants(os.getpid()):
+        if name in Path(f"/proc/{pid}/cmdline").read_text():
+            found.append(pid)
+    return found
+
+
+async def test_up_serves_and_ends_in_order(plan: Plan) -> None:
+    """It says what runs where, leaves that for other commands, and ends gateways, agents and server, in this
+    order.
+    """
+    said: list[str] = []
+    stack = Stack(plan, say=said.append)
+    try:
+        await stack.start()
+        assert said[0].startswith("ledger   redis://127.0.0.1:") and said[1] == f"gateway  {stack.urls[0]}"
+        running = upfile.read(stack.data_dir)
+        assert running is not None and running.gateways == stack.urls and running.pid == os.getpid()
+        async with httpx.AsyncClient() as http:
+            assert (await http.get(f"{stack.urls[0]}/readyz")).status_code == 200
+        with pytest.raises(Failure, match=r"cannot be used|another"):
+            await Stack(plan, say=said.append).start()
+    finally:
+        await ended(stack)
+    logs = stack.data_dir / "logs"
+    assert (logs / "agents.log").read_text().splitlines()[-1] == "left", (
+        "the server was there for the agent's leave"
+    )
+
+
+async def test_jobs_survive_a_restart_of_everything(plan: Plan) -> None:
+    """A job that was accepted and waits is answered after everything was stopped and started again."""
+    first = Stack(plan, say=print)
+    try:
+        await first.start()
+        store = await Store.connect(first.settings)
+        await inventory.set_card_state(store, "GPU-stub", "cordoned")
+        waiting = request(is_async=True, max_wait_ms=600_000, total_timeout_ms=600_000)
+        assert (await admission.submit(store, waiting)).state == "queued"
+        await store.close()
+    finally:
+        await ended(first)
+    second = Stack(plan, say=print)
+    try:
+        await second.start()
+        store = await Store.connect(second.settings)
+        await inventory.set_card_state(store, "GPU-stub", "ready")
+
+        async def is_done() -> bool:
+            return (await jobs.view(store, waiting.job_id)).state == "succeeded"
+
+        await until("the job of before the restart is answered", is_done)
+        await store.close()
+    finally:
+        await ended(second)
+
+
+@pytest.mark.parametrize("victim", ["server", "gateway", "stub_agent"])
+async def test_what_is_killed_is_started_again(plan: Plan, victim: str) -> None:
+    """kill -9 of the server, of a gateway or of an agent: said, and after a while all answers as before."""
+    said: list[str] = []
+    stack = Stack(plan, say=said.append)
+    try:
+        await stack.start()
+        pid = stack.server_pid if victim == "server" else pids(victim)[0]
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+        async def is_said() -> bool:
+            return any("ended with status -9" in line for line in said)
+
+        await until("its end is said", is_said)
+
+        async def answers() -> bool:
+            async with httpx.AsyncClient(timeout=5) as http:
+                try:
+                    return (await http.get(f"{stack.urls[0]}/readyz")).status_code == 200
+                except httpx.RequestError:
+                    return False
+
+        await until("everything answers again", answers)
+    finally:
+        await ended(stack)
+
+
+async def test_a_gateway_that_cannot_start_fails_the_command(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own one line is the reason, and nothing is left running."""
+    monkeypatch.setenv("VRAMGATE_GATEWAY__HOST", "0.0.0.0")
+    stack = Stack(plan, say=print)
+    try:
+        with pytest.raises(Failure, match=r"there are no keys.*--insecure"):
+            await stack.start()
+    finally:
+        await ended(stack)
