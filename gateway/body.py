@@ -1,0 +1,209 @@
+"""Request bodies: read within their limits, and taken apart by their media type.
+
+Owns: the size limit (by Content-Length before reading, and while reading), nesting, literals that JSON does not
+have, and what of a body are inputs and what are options. Does not own: whether the inputs fit the model
+(`gateway.validation`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import functools
+import math
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgpack
+import orjson
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect, Request
+
+from gateway.options import Options, read_options, read_query
+from gateway.problems import BODY_BYTES
+from scheduler.settings import LimitSettings
+from vramgate.errors import InvalidInput, Malformed, TooLarge, UnsupportedMediaType
+
+Kind = Literal["json", "msgpack", "fields", "raw"]
+STALLED_S = 30.0
+"""A body that brings nothing for so long is given up; it would hold its memory for ever."""
+
+_MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
+_ENVELOPE = ("inputs", "options")
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A body taken apart. inputs: an object; for `fields` its values are bytes, str or lists of them; for `raw` bytes."""
+
+    kind: Kind
+    inputs: Any
+    options: Options
+
+
+@functools.lru_cache(maxsize=256)
+def kind_of(content_type: str | None) -> Kind:
+    """How a body of this media type is taken apart; what is none of ours is raw."""
+    media = (content_type or "").partition(";")[0].strip().lower()
+    if media == "application/json" or (media.startswith("application/") and media.endswith("+json")):
+        return "json"
+    if media in _MSGPACK:
+        return "msgpack"
+    return "fields" if media == "multipart/form-data" else "raw"
+
+
+def check_length(request: Request, limit: int) -> None:
+    """Refuse by the headers alone what would be refused later. Raises TooLarge, UnsupportedMediaType."""
+    declared = request.headers.get("content-length", "0")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
+        raise TooLarge(f"the body has {declared[:20]} bytes, the limit is {limit}", limit_bytes=limit)
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise UnsupportedMediaType(f"Content-Encoding {encoding[:40]!r} is not read; send the body as it is")
+
+
+async def read(request: Request, limit: int) -> bytes:
+    """The whole body. Raises TooLarge as soon as it is over `limit`, ClientDisconnect when the client left."""
+    chunks: list[bytes] = []
+    size = 0
+    more = True
+    while more:
+        try:
+            async with asyncio.timeout(STALLED_S):
+                message = await request.receive()
+        except TimeoutError:
+            raise Malformed(f"the body stopped after {size} bytes for {STALLED_S:g} s") from None
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        request.scope[BODY_BYTES] = size
+        if size > limit:
+            raise TooLarge(f"the body is larger than the limit of {limit} bytes", limit_bytes=limit)
+        chunks.append(chunk)
+        more = message.get("more_body", False)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+async def take_apart(request: Request, content: bytes, limits: LimitSettings) -> Body:
+    """Inputs and options of a body that was read. Raises Malformed, InvalidInput, TooLarge."""
+    kind = kind_of(request.headers.get("content-type"))
+    if kind == "raw":
+        return Body(kind, content, read_query(dict(request.query_params)))
+    if kind == "fields":
+        return Body(kind, await _parse_fields(request, content), read_query(dict(request.query_params)))
+    if request.scope["query_string"]:
+        raise InvalidInput("options of this media type belong into the body, not into the query")
+    document = (
+        parse_json(content, limits.nesting) if kind == "json" else parse_msgpack(content, limits.nesting)
+    )
+    return _open_envelope(kind, document)
+
+
+def parse_json(content: bytes, nesting: int) -> Any:
+    """Strict JSON: no NaN, no Infinity, no numbers beyond a double. Raises Malformed."""
+    try:
+        document = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise Malformed(f"the body is not JSON: {error}" if content else "the body is empty") from None
+    # As many brackets as levels, at the most: nearly every body is spared the walk.
+    if content.count(b"[") + content.count(b"{") > nesting:
+        _check_depth(document, nesting)
+    return document
+
+
+def parse_msgpack(content: bytes, nesting: int) -> Any:
+    """msgpack with string keys and finite numbers, without extension types. Raises Malformed."""
+    try:
+        document = msgpack.unpackb(content, raw=False, strict_map_key=True)
+    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
+        raise Malformed(f"the body is not msgpack: {str(error) or type(error).__name__}"[:300]) from None
+    _check_depth(document, nesting)
+    _check_leaves(document)
+    return document
+
+
+def _check_depth(document: Any, nesting: int) -> None:
+    level = [document]
+    for _ in range(nesting + 1):
+        level = (
+            [
+                child
+                for parent in level
+                for child in (parent.values() if isinstance(parent, dict) else parent)
+                if isinstance(child, dict | list)
+            ]
+            if isinstance(document, dict | list)
+            else []
+        )
+        if not level:
+            return
+    raise Malformed(f"the body is nested deeper than {nesting} levels")
+
+
+def _check_leaves(document: Any) -> None:
+    pending = [document]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            if not all(isinstance(name, str) for name in value):
+                raise Malformed("the body has a map key that is not text")
+            pending.extend(value.values())
+        elif isinstance(value, list):
+            pending.extend(value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise Malformed("the body holds NaN or infinity")
+        elif not (value is None or isinstance(value, bool | int | float | str | bytes)):
+            raise Malformed(f"the body holds a {type(value).__name__}, which no schema has a word for")
+
+
+def _open_envelope(kind: Kind, document: Any) -> Body:
+    if not isinstance(document, dict):
+        raise InvalidInput(f'the body must be an object {{"inputs": {{...}}}}, got {_json_name(document)}')
+    for name in document:
+        if name not in _ENVELOPE:
+            near = difflib.get_close_matches(name, _ENVELOPE, 1, 0.5)
+            hint = f"did you mean {near[0]}?" if near else 'there are "inputs" and "options"'
+            raise InvalidInput(f"unknown member {name[:80]!r} of the body; {hint}", field=name[:80])
+    inputs = document.get("inputs")
+    if not isinstance(inputs, dict):
+        what = f"got {_json_name(inputs)}" if "inputs" in document else "it is missing"
+        raise InvalidInput(f"inputs must be an object; {what}", field="inputs")
+    return Body(kind, inputs, read_options(document.get("options")))
+
+
+def _json_name(value: Any) -> str:
+    names: Mapping[type, str] = {list: "an array", str: "a string", bool: "a boolean", dict: "an object"}
+    return "null" if value is None else names.get(type(value), "a number")
+
+
+async def _parse_fields(request: Request, content: bytes) -> dict[str, Any]:
+    """Parts by name; several parts of one name become a list."""
+
+    async def stream() -> AsyncGenerator[bytes, None]:
+        yield content
+
+    # The whole is bounded already, so that one part may be all of it.
+    parser = MultiPartParser(
+        request.headers, stream(), max_files=64, max_fields=256, max_part_size=len(content) + 1
+    )
+    try:
+        form = await parser.parse()
+    except (MultiPartException, KeyError, ValueError) as error:
+        detail = getattr(error, "message", None) or str(error)
+        raise Malformed(f"the body is not multipart/form-data: {detail}"[:300]) from None
+    try:
+        parts: dict[str, Any] = {}
+        for name, part in form.multi_items():
+            value = await part.read() if isinstance(part, UploadFile) else part
+            if name not in parts:
+                parts[name] = value
+            elif isinstance(parts[name], list):
+                parts[name].append(value)
+            else:
+                parts[name] = [parts[name], value]
+        return parts
+    finally:
+        await form.close()

@@ -1,0 +1,157 @@
+"""The models of the pool as this worker last saw them, with their compiled readers.
+
+Owns: which version's schema and estimate an infer call is measured against. Gateways need no model configuration: agents
+publish all of it. Does not own: when to look again, except that an unknown name looks at once, so that a model that has
+just registered is not a 404 until the next beat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.body import Body
+from gateway.ledger import Ledger
+from gateway.validation import InputReader
+from scheduler import estimates
+from scheduler.logs import log_event
+from scheduler.models import HostedModel, ModelView
+from vramgate.errors import Refused, UnknownModel
+
+logger = logging.getLogger("gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Decoded inputs with what they cost."""
+
+    inputs: dict[str, Any]
+    units: float
+    lease_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What `name` or `name@version` stands for now. readers: one per version that may run the job, never empty."""
+
+    name: str
+    asked: str
+    readers: tuple[InputReader, ...]
+
+    def measure(self, body: Body, vram: int | None) -> Measured:
+        """Inputs as the first version that takes them reads them, and the largest lease that any of those needs.
+
+        Any of the versions may run the job, so the estimate must do for each. Raises the first version's refusal.
+        """
+        first_error: Refused | None = None
+        read: Measured | None = None
+        for reader in self.readers:
+            try:
+                inputs = reader.read(body)
+                units = reader.units(inputs)
+            except Refused as error:
+                first_error = first_error or error
+                continue
+            lease = estimates.lease_bytes(reader.model, units, vram=vram)
+            read = (
+                Measured(inputs, units, lease)
+                if read is None
+                else Measured(read.inputs, read.units, max(read.lease_bytes, lease))
+            )
+        if read is None:
+            assert first_error is not None
+            raise first_error
+        return read
+
+
+class Catalogue:
+    """A snapshot, replaced as a whole."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._views: dict[str, ModelView] = {}
+        self._entries: dict[str, Entry] = {}
+        self._readers: dict[HostedReaderKey, InputReader] = {}
+        self._looked = float("-inf")
+        self._looking = asyncio.Lock()
+
+    async def refresh(self) -> None:
+        """Read all models again. Raises StoreUnavailable."""
+        began = time.monotonic()
+        views = {view.name: view for view in await self._ledger.models()}
+        self._views, self._entries = views, {}
+        self._looked = began
+        alive = {_reader_key(model) for view in views.values() for model in view.versions}
+        self._readers = {key: reader for key, reader in self._readers.items() if key in alive}
+
+    def is_known(self, name: str) -> bool:
+        return name in self._views
+
+    async def find(self, asked: str) -> Entry:
+        """The entry of `name` or `name@version`. Raises UnknownModel, or StoreUnavailable when nobody knows."""
+        entry = self._entries.get(asked) or self._enter(asked)
+        if entry is not None:
+            return entry
+        asked_at = time.monotonic()
+        async with self._looking:
+            # One look serves all who asked before it began: unknown names cost one look at a time, not one each.
+            if self._looked < asked_at:
+                await self.refresh()
+        entry = self._enter(asked)
+        if entry is None:
+            raise self._unknown(asked)
+        return entry
+
+    def _enter(self, asked: str) -> Entry | None:
+        name, _, version = asked.partition("@")
+        view = self._views.get(name)
+        if view is None:
+            return None
+        if "@" in asked:
+            chosen = [model for model in view.versions if model.version == version]
+        else:
+            ready = {version for version, is_ready, _ in view.cards.values() if is_ready}
+            chosen = [model for model in view.versions if model.version in ready] or list(view.versions)
+        readers = tuple(reader for model in chosen if (reader := self._reader(model)) is not None)
+        if not readers:
+            return None
+        self._entries[asked] = Entry(name, asked, readers)
+        return self._entries[asked]
+
+    def _reader(self, model: HostedModel) -> InputReader | None:
+        key = _reader_key(model)
+        if key not in self._readers:
+            try:
+                self._readers[key] = InputReader(model)
+            except ValueError as error:
+                log_event(
+                    logger,
+                    "model_unusable",
+                    logging.ERROR,
+                    model=model.name,
+                    version=model.version,
+                    detail=str(error)[:300],
+                )
+                return None
+        return self._readers[key]
+
+    def _unknown(self, asked: str) -> Refused:
+        name, _, version = asked.partition("@")
+        if name in self._views:
+            known = ", ".join(model.version for model in self._views[name].versions)
+            return UnknownModel(f"model {name} has no version {version[:64]!r}; there is {known}")
+        near = difflib.get_close_matches(name, self._views, 1, 0.6)
+        hint = f"did you mean {near[0]}?" if near else "GET /v1/models lists those that are known"
+        return UnknownModel(f"no agent has served {name[:64]!r} within the last 7 days; {hint}")
+
+
+HostedReaderKey = tuple[str, str, str, str, int, float]
+
+
+def _reader_key(model: HostedModel) -> HostedReaderKey:
+    # The estimate too: a reader carries the model that its lease is reckoned from.
+    return (model.name, model.version, model.schema_hash, model.units, model.c0_item, model.c1)

@@ -1,0 +1,152 @@
+"""POST /v1/models/{model}/infer: from a request to an answer.
+
+Owns: the order of the checks (sizes, key, form, schema, units, all before anything is stored) and the three ways to
+answer: wait for it, 202 at once or after a while, or a stream of events. Does not own: each of those checks.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway import body, headers, metrics, rendering
+from gateway.catalogue import Entry, Measured
+from gateway.context import Gateway
+from gateway.events import EventStream
+from gateway.headers import ANONYMOUS, Form, Preference
+from gateway.options import Options
+from gateway.waiter import Ended, wait_for_outcome
+from scheduler.fingerprint import canonical, fingerprint
+from scheduler.models import Outcome, SubmitRequest, Submitted
+from vramgate.errors import ClientLeft, Draining, Refused, StoreUnavailable
+
+SETTLE_MARGIN_S = 5.0
+"""The ledger settles a job at its total clock; so much later its outcome must have arrived here."""
+
+
+async def infer(gateway: Gateway, request: Request) -> Response:
+    """Validate, submit, and answer in the way that was asked for."""
+    body.check_length(request, gateway.settings.limits.body_bytes)
+    form = headers.parse_accept(request.headers.get("accept"), events=True)
+    preference = headers.parse_prefer(request.headers.get("prefer"))
+    key = headers.parse_key(request)
+    entry = await gateway.catalogue.find(request.path_params["model"])
+    content = await body.read(request, gateway.settings.limits.body_bytes)
+    parts = await body.take_apart(request, content, gateway.settings.limits)
+    measured = entry.measure(parts, parts.options.vram)
+    submit = _submit_request(
+        gateway,
+        entry,
+        measured,
+        parts.options,
+        key=key,
+        request_id=headers.request_id(request),
+        is_async=preference.is_async and form != "events",
+        wants_events=form == "events",
+    )
+    try:
+        response = await _answer(gateway, request, submit, form, preference)
+    except Refused as refused:
+        metrics.INFERENCES.labels(entry.name, refused.code).inc()
+        raise
+    metrics.INFERENCES.labels(entry.name, "accepted" if response.status_code == 202 else "answered").inc()
+    return response
+
+
+def _submit_request(
+    gateway: Gateway,
+    entry: Entry,
+    measured: Measured,
+    options: Options,
+    *,
+    key: str | None,
+    request_id: str | None,
+    is_async: bool,
+    wants_events: bool,
+) -> SubmitRequest:
+    clocks = gateway.settings.clocks
+    inputs = canonical(measured.inputs)
+    return SubmitRequest(
+        job_id=secrets.token_hex(16),
+        model=entry.asked,
+        inputs=inputs,
+        lease_bytes=measured.lease_bytes,
+        units=measured.units,
+        worker=gateway.ledger.worker,
+        is_async=is_async,
+        priority=options.priority,
+        max_wait_ms=options.max_wait_ms(clocks),
+        run_timeout_ms=options.run_timeout_ms(clocks),
+        total_timeout_ms=options.total_timeout_ms(clocks),
+        tenant=ANONYMOUS,
+        key=key,
+        fingerprint=None if key is None else fingerprint(entry.name, inputs),
+        request_id=request_id,
+        wants_events=wants_events,
+    )
+
+
+async def _answer(
+    gateway: Gateway, request: Request, submit: SubmitRequest, form: Form, preference: Preference
+) -> Response:
+    if gateway.lifecycle.is_closing:
+        raise Draining()
+    submitted = await gateway.ledger.submit(submit)
+    if form == "events":
+        return EventStream(gateway, submitted.job_id, submit=submit, outcome=submitted.outcome)
+    if submitted.outcome is not None:
+        return rendering.render_answer(submitted.outcome, form, is_replayed=True)
+    wait_s = _wait_s(submit, preference)
+    if wait_s <= 0:
+        return await _accepted(gateway, submitted, form, preference)
+    with gateway.ledger.expecting(submitted.job_id) as future:
+        outcome = await wait_for_outcome(future, request, timeout_s=wait_s, lifecycle=gateway.lifecycle)
+    return await _conclude(gateway, submit, submitted, outcome, form, preference)
+
+
+def _wait_s(submit: SubmitRequest, preference: Preference) -> float:
+    return preference.wait_s if submit.is_async else submit.total_timeout_ms / 1000 + SETTLE_MARGIN_S
+
+
+async def _conclude(
+    gateway: Gateway,
+    submit: SubmitRequest,
+    submitted: Submitted,
+    outcome: Outcome | Ended,
+    form: Form,
+    preference: Preference,
+) -> Response:
+    if isinstance(outcome, Outcome):
+        response = rendering.render_answer(outcome, form)
+        if preference.applied:
+            response.headers["Preference-Applied"] = preference.applied
+        return response
+    if submit.is_async:
+        return await _accepted(gateway, submitted, form, preference)
+    job_id = submitted.job_id
+    if outcome is Ended.LEFT:
+        gateway.ledger.give_up(job_id, client=submit.job_id, tenant=submit.tenant, key=submit.key)
+        raise ClientLeft(job_id=job_id)
+    if outcome is Ended.CLOSING:
+        raise Draining(
+            "this gateway ends before the job does; send the request again under the same key, or GET the job",
+            job_id=job_id,
+        )
+    found = await gateway.ledger.outcome(job_id, tenant=submit.tenant)
+    if found is None:
+        raise StoreUnavailable(
+            "the job is past its clocks and the ledger has not settled it yet; ask for it again",
+            job_id=job_id,
+        )
+    return rendering.render_answer(found, form)
+
+
+async def _accepted(gateway: Gateway, submitted: Submitted, form: Form, preference: Preference) -> Response:
+    """202 with the job; its outcome in it where it has just settled."""
+    view = await gateway.ledger.view(submitted.job_id, tenant=ANONYMOUS)
+    extra = {"Location": f"/v1/jobs/{view.id}", "Vary": rendering.VARY}
+    if preference.applied:
+        extra["Preference-Applied"] = preference.applied
+    return rendering.render_job(view, None, form, status=202, extra=extra)

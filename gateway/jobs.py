@@ -1,0 +1,106 @@
+"""The jobs of a caller: one by id (also waited for), a page of them, and the end of one.
+
+Owns: the routes under /v1/jobs but for the events. Does not own: the rules of cancelling (`scheduler.admission`).
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway import headers, rendering
+from gateway.context import Gateway
+from gateway.headers import ANONYMOUS, Form
+from gateway.waiter import wait_for_outcome
+from scheduler import documents
+from scheduler.models import SETTLED, JobView
+from vramgate.errors import InvalidInput
+
+MAX_WAIT_S = 3600.0
+MAX_PAGE = 500
+STATES = ("queued", "leased", "running", *sorted(SETTLED))
+
+
+async def get_job(gateway: Gateway, request: Request) -> Response:
+    """GET /v1/jobs/{id}[?wait_s=N]: 200 in any state; with wait_s, not before it is settled or N seconds passed."""
+    form = headers.parse_accept(request.headers.get("accept"))
+    wait_s = _wait_s(request.query_params.get("wait_s"))
+    job_id = request.path_params["job_id"]
+    client = secrets.token_hex(16) if wait_s > 0 else None
+    view = await gateway.ledger.view(job_id, tenant=ANONYMOUS, client=client)
+    if client is not None and view.state not in SETTLED:
+        with gateway.ledger.expecting(job_id) as future:
+            await wait_for_outcome(future, request, timeout_s=wait_s, lifecycle=gateway.lifecycle)
+        view = await gateway.ledger.view(job_id, tenant=ANONYMOUS)
+        if view.state not in SETTLED:
+            await gateway.ledger.unwatch(job_id, client=client)
+    return await _render(gateway, view, form)
+
+
+async def delete_job(gateway: Gateway, request: Request) -> Response:
+    """DELETE /v1/jobs/{id}[?force=true]: 202 with the job, also when it was finished before."""
+    form = headers.parse_accept(request.headers.get("accept"))
+    force = _flag(request.query_params.get("force"), "force")
+    if force:
+        headers.require_operator(request)
+    view = await gateway.ledger.cancel(request.path_params["job_id"], tenant=ANONYMOUS, force=force)
+    return await _render(gateway, view, form, status=202)
+
+
+async def list_jobs(gateway: Gateway, request: Request) -> Response:
+    """GET /v1/jobs[?state=&model=&limit=&cursor=]: newest first."""
+    form = headers.parse_accept(request.headers.get("accept"))
+    query = request.query_params
+    state = query.get("state")
+    if state is not None and state not in STATES:
+        raise InvalidInput(f"state must be one of {', '.join(STATES)}, got {state[:40]!r}", field="state")
+    page = await gateway.ledger.list_jobs(
+        state=state,
+        model=query.get("model"),
+        tenant=ANONYMOUS,
+        cursor=query.get("cursor"),
+        limit=_limit(query.get("limit")),
+    )
+    document = documents.list_document([documents.job_document(view) for view in page.data], page.next)
+    return rendering.render(document, form)
+
+
+async def _render(gateway: Gateway, view: JobView, form: Form, *, status: int = 200) -> Response:
+    outcome: Any = None
+    if view.state in SETTLED:
+        outcome = await gateway.ledger.outcome(view.id, tenant=ANONYMOUS)
+    return rendering.render_job(view, outcome, form, status=status)
+
+
+def _wait_s(text: str | None) -> float:
+    if text is None:
+        return 0.0
+    try:
+        wait_s = float(text)
+    except ValueError:
+        wait_s = math.nan
+    if not 0 <= wait_s <= MAX_WAIT_S:
+        raise InvalidInput(
+            f"wait_s must be from 0 to {MAX_WAIT_S:g} seconds, got {text[:40]!r}", field="wait_s"
+        )
+    return wait_s
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return 50
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_PAGE):
+        raise InvalidInput(f"limit must be from 1 to {MAX_PAGE}, got {text[:40]!r}", field="limit")
+    return int(text)
+
+
+def _flag(text: str | None, name: str) -> bool:
+    if text in (None, "false", "0"):
+        return False
+    if text in ("true", "1", ""):
+        return True
+    raise InvalidInput(f"{name} must be true or false, got {str(text)[:40]!r}", field=name)

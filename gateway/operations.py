@@ -1,0 +1,46 @@
+"""What only an operator may do over HTTP: PATCH of a card's state. Cancelling by force lies with the jobs."""
+
+from __future__ import annotations
+
+from typing import cast, get_args
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway import body, headers, rendering
+from gateway.context import Gateway
+from scheduler import documents
+from scheduler.models import OperatorState
+from vramgate.errors import InvalidInput, UnsupportedMediaType
+
+STATES: tuple[str, ...] = get_args(OperatorState)
+MAX_REASON = 200
+
+
+async def patch_card(gateway: Gateway, request: Request) -> Response:
+    """PATCH /v1/cards/{id} {"state": "ready|cordoned|draining", "reason": "..."}: 200 with the card."""
+    headers.require_operator(request)
+    form = headers.parse_accept(request.headers.get("accept"))
+    limits = gateway.settings.limits
+    body.check_length(request, limits.body_bytes)
+    if body.kind_of(request.headers.get("content-type")) != "json":
+        raise UnsupportedMediaType("send application/json")
+    wish = body.parse_json(await body.read(request, limits.body_bytes), limits.nesting)
+    state, reason = _read_wish(wish)
+    view = await gateway.ledger.set_card_state(request.path_params["card"], state, reason=reason)
+    return rendering.render(documents.card_document(view), form)
+
+
+def _read_wish(wish: object) -> tuple[OperatorState, str]:
+    if not isinstance(wish, dict) or not wish.keys() <= {"state", "reason"} or "state" not in wish:
+        raise InvalidInput(
+            f'the body must be {{"state": one of {", ".join(STATES)}, "reason": optional text}}'
+        )
+    state, reason = wish["state"], wish.get("reason", "")
+    if state not in STATES:
+        raise InvalidInput(
+            f"state must be one of {', '.join(STATES)}, got {str(state)[:40]!r}", field="state"
+        )
+    if not isinstance(reason, str) or len(reason) > MAX_REASON:
+        raise InvalidInput(f"reason must be text of at most {MAX_REASON} characters", field="reason")
+    return cast(OperatorState, state), reason

@@ -1,0 +1,82 @@
+"""The options of one infer call: priority, the three clocks, and the least bytes to lease.
+
+Owns: names, types, bounds, and the refusal that names a wrong one. Does not own: the defaults of the clocks, which
+are settings.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from scheduler.settings import ClockSettings
+from vramgate.errors import InvalidInput, Refused
+from vramgate.quantities import Size
+
+MAX_PRIORITY = 9
+_DAY_S = 86_400.0
+
+
+class Options(BaseModel):
+    """What a caller may ask for beside the inputs. None: the setting's default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    priority: int = Field(4, ge=0, le=MAX_PRIORITY, description="9 is most urgent")
+    max_wait_s: float | None = Field(None, gt=0, le=_DAY_S, allow_inf_nan=False)
+    run_timeout_s: float | None = Field(None, gt=0, le=_DAY_S, allow_inf_nan=False)
+    total_timeout_s: float | None = Field(None, gt=0, le=7 * _DAY_S, allow_inf_nan=False)
+    vram: Size | None = Field(None, ge=1, lt=2**53, description="May raise the estimate, not lower it")
+
+    def max_wait_ms(self, clocks: ClockSettings) -> int:
+        return _ms(self.max_wait_s, clocks.max_wait_s)
+
+    def run_timeout_ms(self, clocks: ClockSettings) -> int:
+        return _ms(self.run_timeout_s, clocks.run_timeout_s)
+
+    def total_timeout_ms(self, clocks: ClockSettings) -> int:
+        return _ms(self.total_timeout_s, clocks.total_timeout_s)
+
+
+def _ms(given_s: float | None, default_s: float) -> int:
+    return max(1, round((default_s if given_s is None else given_s) * 1000))
+
+
+DEFAULTS = Options()
+
+
+def read_options(given: Any) -> Options:
+    """Options out of a decoded body. Raises InvalidInput that names the option, its bound and the value."""
+    if given is None or given == {}:
+        return DEFAULTS
+    if not isinstance(given, Mapping):
+        raise InvalidInput(f"options must be an object, got {type(given).__name__}", field="options")
+    try:
+        return Options.model_validate(given)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def read_query(given: Mapping[str, str]) -> Options:
+    """Options out of query parameters, where the body is nothing but the input."""
+    if not given:
+        return DEFAULTS
+    try:
+        return Options.model_validate_strings(given, strict=False)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def _explain(error: ValidationError) -> Refused:
+    first = error.errors(include_url=False)[0]
+    name = ".".join(str(part) for part in first["loc"]) or "options"
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(name, Options.model_fields, 1, 0.5)
+        known = f"did you mean {near[0]}?" if near else f"there are {', '.join(Options.model_fields)}"
+        return InvalidInput(f"unknown option {name[:80]!r}; {known}", field=f"options.{name[:80]}")
+    shown = repr(first.get("input"))
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return InvalidInput(f"option {name}: {first['msg']}, got {shown}", field=f"options.{name}")

@@ -1,0 +1,70 @@
+"""Waiting for an outcome while the client is still there.
+
+Owns: the first of four ends of a wait: the outcome, the client's disconnect, the last moment, or this worker's own end.
+Does not own: what is done then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from typing import Any
+
+from starlette.requests import Request
+
+from gateway import metrics
+from gateway.lifecycle import Lifecycle
+from scheduler.models import Outcome
+
+
+class Ended(enum.Enum):
+    """Why a wait ended without an outcome."""
+
+    LEFT = "the client left"
+    LATE = "the last moment passed"
+    CLOSING = "this worker ends"
+
+
+async def wait_for_outcome(
+    future: asyncio.Future[Outcome], request: Request, *, timeout_s: float, lifecycle: Lifecycle
+) -> Outcome | Ended:
+    """The outcome, or why there is none. The shared `future` is neither cancelled nor awaited.
+
+    The body must have been read: what else the client may send is its disconnect.
+    """
+    if future.done():
+        return future.result()
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[Ended | None] = loop.create_future()
+
+    def end(how: Ended | None) -> None:
+        if not ended.done():
+            ended.set_result(how)
+
+    def settled(_: asyncio.Future[Outcome]) -> None:
+        end(None)
+
+    def send_away() -> None:
+        end(Ended.CLOSING)
+
+    watch = loop.create_task(_until_disconnect(request), name="disconnect")
+    watch.add_done_callback(lambda task: None if task.cancelled() else end(Ended.LEFT))
+    future.add_done_callback(settled)
+    timer = loop.call_later(timeout_s, end, Ended.LATE)
+    ticket = lifecycle.wait_here(send_away)
+    metrics.WAITING.inc()
+    try:
+        how = await ended
+    finally:
+        metrics.WAITING.dec()
+        lifecycle.leave(ticket)
+        timer.cancel()
+        future.remove_done_callback(settled)
+        watch.cancel()
+    return future.result() if how is None else how
+
+
+async def _until_disconnect(request: Request) -> None:
+    message: Any = {}
+    while message.get("type") != "http.disconnect":
+        message = await request.receive()
