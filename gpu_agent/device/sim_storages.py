@@ -55,7 +55,9 @@ class StorageRegistry:
         booking = self._bookings.get(key)
         if booking is not None and booking.nbytes == nbytes:
             return True
-        with self.settled() as allocator:
+        with self._lock:
+            self._free_the_dead()
+            allocator = self.allocator
             booking = self._bookings.get(key)
             if booking is not None and booking.nbytes == nbytes:
                 return True  # another lane was first

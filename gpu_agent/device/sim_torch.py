@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,14 @@ from gpu_agent.device.canary import canary_holds
 from gpu_agent.device.held import map_tensors, tensors_of
 from gpu_agent.device.sim_allocator import CachingAllocator
 from gpu_agent.device.sim_card import CardFull, Holder, SimCardFile
+from gpu_agent.device.sim_operations import (
+    Traits,
+    is_among,
+    requested_bytes,
+    storage_of,
+    tensors_in,
+    traits_of,
+)
 from gpu_agent.device.sim_storages import StorageRegistry
 from gpu_agent.device.torch_device import DeviceMismatch, Movable
 from vramgate.quantities import format_size
@@ -32,22 +40,7 @@ from vramgate.quantities import format_size
 _ILLEGAL_ADDRESS = 700
 _ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered (simulated fault)"
 _HOST_REFUSED = "DefaultCPUAllocator"
-_aten = torch.ops.aten
-# torch.tensor() fills a storage out of the dispatcher's sight and shows it here first.
-_FIRST_SIGHT = frozenset({_aten.lift_fresh.default, _aten.lift.default})
-# Their size is an argument, so that what no card could hold is refused before the host is asked for it.
-_SIZED = frozenset(
-    {
-        _aten.empty.memory_format,
-        _aten.zeros.default,
-        _aten.ones.default,
-        _aten.full.default,
-        _aten.rand.default,
-        _aten.rand.generator,
-        _aten.randn.default,
-        _aten.randn.generator,
-    }
-)
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 class _Thread(threading.local):
@@ -214,7 +207,8 @@ class SimTorchDevice:
             return func(*args, **kwargs)
         self._check_context()
         result: Any = None
-        refused = self._refuse_early(args[0], kwargs) if func in _SIZED else None
+        traits = traits_of(func)
+        refused = self._refuse_early(requested_bytes(args, kwargs)) if Traits.SIZED in traits else None
         if refused is None:
             try:
                 result = func(*args, **kwargs)
@@ -224,7 +218,7 @@ class SimTorchDevice:
                     raise
                 refused = self._out_of_memory(None)
             else:
-                refused = self._count(func, args, kwargs, result)
+                refused = self._count(traits, args, kwargs, result)
         if refused is None:
             return result
         try:
@@ -233,18 +227,27 @@ class SimTorchDevice:
             # The traceback holds this frame, and with it the refused result and the error itself.
             del result, refused
 
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Remember why an operation failed that is not run through `run` itself. For the dispatch mode."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._thread.failure = str(error)
+            raise
+
     def _count(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+        self, traits: Traits, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> torch.OutOfMemoryError | None:
-        for tensor in (result,) if isinstance(result, torch.Tensor) else _tensors_in(result):
-            storage = _storage_of(tensor)
+        for tensor in tensors_in(result):
+            storage = storage_of(tensor)
             if storage is None:
                 continue
             # An alias of something that lies on the host, a view of the caller's input say, stays there.
             if (
-                not self._storages.knows(storage)
-                and func not in _FIRST_SIGHT
-                and _is_among(storage, args, kwargs)
+                traits is Traits.ALIASING
+                and not self._storages.knows(storage)
+                and is_among(storage, args, kwargs)
             ):
                 continue
             if not self._storages.book(storage, stream=self._thread.lane):
@@ -252,14 +255,12 @@ class SimTorchDevice:
         return None
 
     def _book(self, tensor: torch.Tensor) -> None:
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)
         if storage is not None and not self._storages.book(storage, stream=self._thread.lane):
             raise self._out_of_memory(storage.nbytes())
 
-    def _refuse_early(self, size: Iterable[int], kwargs: Mapping[str, Any]) -> torch.OutOfMemoryError | None:
-        nbytes = (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
-        for length in size:
-            nbytes *= length
+    def _refuse_early(self, nbytes: int) -> torch.OutOfMemoryError | None:
+        """What no card could hold is refused before the host is asked for it."""
         if nbytes * self.scale <= self.total:
             return None
         with self._storages.settled() as allocator:
@@ -269,7 +270,7 @@ class SimTorchDevice:
     # -- moving
 
     def _copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)
         if storage is None or self._storages.knows(storage):
             return tensor
         copy = tensor.clone()
@@ -277,7 +278,7 @@ class SimTorchDevice:
         return copy
 
     def _copy_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = _storage_of(tensor)
+        storage = storage_of(tensor)
         return tensor if storage is None or not self._storages.knows(storage) else tensor.clone()
 
     @contextmanager
@@ -323,9 +324,18 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # What torch would wrap around `__torch_dispatch__` loads its compiler: 2 s at the first operation.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if Traits.COMPOSITE in traits_of(func):
+            with self, self._device.noting_failure():
+                # The kernel that eager CUDA would run; `decompose` prefers rewritings made for tracing.
+                return func._op_dk(_COMPOSITE, *args, **(kwargs or {}))
         return self._device.run(func, args, kwargs or {})
 
 
@@ -334,26 +344,3 @@ def _illegal_access() -> RuntimeError:
     error = kind(_ILLEGAL_ACCESS)
     error.error_code = _ILLEGAL_ADDRESS  # type: ignore[attr-defined]
     return error
-
-
-def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Tensors among an operation's arguments or results, which nest one list deep at most."""
-    if not isinstance(values, (tuple, list)):
-        return
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from (inner for inner in value if isinstance(inner, torch.Tensor))
-
-
-def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage that costs bytes; None for sparse and meta tensors, whose parts are seen by themselves."""
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
-        return None
-    return tensor.untyped_storage()
-
-
-def _is_among(storage: torch.UntypedStorage, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    given = [*_tensors_in(args), *_tensors_in(list(kwargs.values()))]
-    return any((s := _storage_of(tensor)) is not None and s._cdata == storage._cdata for tensor in given)

@@ -75,6 +75,26 @@ def test_inference_mode_counts(device: SimTorchDevice) -> None:
     assert device.allocated() == 0
 
 
+def test_composites_are_counted_inside(device: SimTorchDevice) -> None:
+    """In inference mode, too, an operation made of others counts what those make, and aliases are free."""
+    attention = torch.nn.MultiheadAttention(64, 4, batch_first=True)
+    device.adopt(attention)
+    resident = device.allocated()
+    x = torch.ones(1, 2048, 64)
+    peaks = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        device.reset_peak()
+        with device.tracking(), mode():
+            linear = torch.nn.functional.linear(x, torch.ones(64, 64))
+            y = torch.einsum("bik,bjk->bij", linear, linear).softmax(-1)
+            assert device.allocated() == resident + x.nbytes + 2048 * 2048 * 4
+            same = torch.nn.functional.dropout(y, training=False).contiguous().to(torch.float32)
+            assert device.allocated() == resident + x.nbytes + 2048 * 2048 * 4
+            peaks.append(device.peak())
+            del linear, y, same
+    assert peaks[0] == peaks[1] >= resident + 2 * 2048 * 2048 * 4
+
+
 def test_resize_is_counted_anew(device: SimTorchDevice) -> None:
     """`resize_` grows what a tensor costs, also one that began with nothing, and `out=` does too."""
     with device.tracking():
