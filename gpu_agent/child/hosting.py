@@ -1,0 +1,221 @@
+"""Loads models into this process, measures them, and gives each its lanes.
+
+Owns: the threads that run models, and the order load, adopt, profile, publish. Everything that a model's
+own code does happens in one of its lanes' threads, so that the thread that reads messages always answers.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpu_agent.child.context import LaneContext
+from gpu_agent.child.loader import LoadFailed, describe, find_class, publish
+from gpu_agent.child.profile import Line, climb, envelope
+from gpu_agent.child.runner import Hosted, Order, Poisoned, Runner
+from gpu_agent.device.torch_device import TorchDevice
+from gpu_agent.device.verdict import Verdict, classify
+from vramgate.model import Model
+from vramgate.quantities import format_size
+from vramgate.units import compile_units
+
+EXIT_POISONED = 70
+
+
+class Lane(threading.Thread):
+    """One thread that runs what it is given, in order: a load, or batches."""
+
+    def __init__(
+        self, number: int, work: queue.SimpleQueue[Callable[[int], None]], *, poisoned: Callable[[str], None]
+    ):
+        super().__init__(name=f"lane-{number}", daemon=True)
+        self._number = number
+        self._work = work
+        self._poisoned = poisoned
+
+    def run(self) -> None:
+        while True:
+            step = self._work.get()
+            try:
+                step(self._number)
+            except Poisoned as error:
+                self._poisoned(str(error))
+
+
+class Hosting:
+    """All models of this process."""
+
+    def __init__(self, device: TorchDevice, runner: Runner, directories: Sequence[Path]) -> None:
+        self._device = device
+        self._runner = runner
+        self._directories = directories
+        self._hosted: dict[str, Hosted] = {}
+        self._work: dict[str, queue.SimpleQueue[Callable[[int], None]]] = {}
+        self._orders: dict[int, Order] = {}
+        self._next_lane = 0
+
+    def load(self, message: Mapping[str, Any]) -> None:
+        """Begin to load a model; `loaded` or `load_failed` is sent when it is over."""
+        name = str(message["model"])
+        self._work.setdefault(name, queue.SimpleQueue())
+        self._start_lane(name)
+        self._work[name].put(lambda lane: self._load(message, lane))
+
+    def run(self, message: Mapping[str, Any]) -> None:
+        """Put a batch before its model's lanes."""
+        name, number = str(message["model"]), int(message["batch"])
+        order = Order(number, [(str(j), bytes(i), float(u)) for j, i, u in message["jobs"]])
+        self._orders[number] = order
+        self._work[name].put(lambda lane: self._run(name, order, lane))
+
+    def cancel(self, batch: int, item: int) -> None:
+        """Flag one item; an order that is over is ignored."""
+        order = self._orders.get(batch)
+        if order is not None:
+            order.cancelled.add(item)
+
+    def unload_all(self, *, timeout_s: float) -> None:
+        """Let each model let go, one after the other, all within the time."""
+        for name in list(self._hosted):
+            over = threading.Event()
+            self._work[name].put(lambda lane, n=name, o=over: self._unload(n, o))  # type: ignore[misc]
+            over.wait(timeout_s)
+
+    def _start_lane(self, name: str) -> None:
+        Lane(self._next_lane, self._work[name], poisoned=self._poisoned).start()
+        self._next_lane += 1
+
+    def _poisoned(self, reason: str) -> None:
+        try:
+            self._runner.send({"t": "poisoned", "reason": reason})
+        finally:
+            # Nothing of this context may answer any more; atexit handlers would touch the card again.
+            os._exit(EXIT_POISONED)
+
+    def _run(self, name: str, order: Order, lane: int) -> None:
+        hosted = self._hosted[name]
+        try:
+            self._runner.run(hosted, hosted.contexts[lane % len(hosted.contexts)], order, lane=lane)
+        finally:
+            self._orders.pop(order.number, None)
+
+    def _unload(self, name: str, over: threading.Event) -> None:
+        hosted = self._hosted.pop(name, None)
+        try:
+            if hosted is not None:
+                hosted.model.unload()
+        except Exception as error:
+            self._runner.send({"t": "log", "model": name, "text": f"unload: {describe(error)}"})
+        finally:
+            over.set()
+
+    def _load(self, message: Mapping[str, Any], lane: int) -> None:
+        name = str(message["model"])
+        try:
+            answer = self._loaded(message, lane)
+        except LoadFailed as failed:
+            gc.collect()
+            self._device.empty_cache()
+            answer = {"t": "load_failed", "model": name, "reason": failed.reason, "final": failed.is_final}
+        self._runner.send(answer)
+
+    def _loaded(self, message: Mapping[str, Any], lane: int) -> dict[str, Any]:
+        name, room = str(message["model"]), int(message["room"])
+        cls, version = find_class(str(message["entrypoint"]), self._directories)
+        descriptor = publish(cls, version=message["version"] or version)
+        declared = cls.declared_bytes()
+        if declared is not None and declared > room:
+            raise _does_not_fit(name, declared, room, "is declared to take")
+        lanes = min(cls.lanes, int(message["concurrency"] or cls.lanes))
+        contexts = [LaneContext(self._device, model=name) for _ in range(lanes)]
+        before = self._device.allocated()
+        refused = self._device.ooms()
+        hosted: Hosted | None = None
+        failure: LoadFailed | None = None
+        try:
+            with self._device.tracking(lane=lane):
+                hosted = Hosted(name, cls(), contexts)
+                hosted.model.load(contexts[0])
+                self._device.adopt(hosted.model)
+                self._device.synchronize()
+        except BaseException as error:
+            oom = classify(error, device_oom=self._device.ooms() != refused) is Verdict.OOM
+            why = f"its load does not fit into {format_size(room)}" if oom else "its load failed"
+            failure = LoadFailed(f"{name}: {why}: {describe(error)}", is_final=oom)
+        if failure is not None or hosted is None:
+            # Only now is the except block over, and with it the traceback that held the weights.
+            raise failure or LoadFailed(f"{name}: no instance", is_final=True)
+        weights = max(0, self._device.allocated() - before)
+        line, note = self._measure(hosted, room=room - weights, known=message.get("known"), lane=lane)
+        resident = weights + hosted.buffer_bytes
+        if line.at(max(1.0, 0.0)) + resident > room:
+            raise _does_not_fit(name, line.at(1.0) + resident, room, "takes, with its smallest input,")
+        self._hosted[name] = hosted
+        for _ in range(lanes - 1):
+            self._start_lane(name)
+        return {
+            "t": "loaded",
+            "model": name,
+            "descriptor": descriptor | {"lanes": lanes},
+            "weights": weights,
+            "buffers": hosted.buffer_bytes,
+            "line": [line.c0, line.c1, line.seen_units],
+            "note": note,
+        }
+
+    def _measure(
+        self, hosted: Hosted, *, room: int, known: Sequence[float] | None, lane: int
+    ) -> tuple[Line, str | None]:
+        """The model's line, and a note where it could not be measured."""
+        model, context = hosted.model, hosted.contexts[0]
+
+        def measure(item: Any) -> int:
+            number = -1
+            before = self._runner.activity.enter(number)
+            answer: bytes | None = None
+            try:
+                answer = self._runner.predict_one(hosted, context, item)
+            finally:
+                peak, _ = self._runner.activity.leave(number)
+            if hosted.smallest is None:
+                hosted.smallest, hosted.reference = item, answer
+            elif hosted.smallest is item and hosted.reference != answer:
+                # It answers its own sample anew each time: there is nothing to hold it to.
+                hosted.reference = None
+            return max(0, peak - before)
+
+        refused = self._device.ooms()
+        try:
+            with self._device.tracking(lane=lane), torch.no_grad():
+                if known is not None:
+                    self._warm_up(model, measure)
+                    return Line(int(known[0]), float(known[1]), float(known[2])), None
+                points = climb(model, measure, room=room)
+            return envelope(points, grows=bool(compile_units(model.units).fields)), None
+        except BaseException as error:
+            is_oom = classify(error, device_oom=self._device.ooms() != refused) is Verdict.OOM
+            text = describe(error)
+        if is_oom:
+            gc.collect()
+            self._device.empty_cache()
+        declared = type(model).declared_bytes()
+        assumed = declared if declared is not None else max(0, room)
+        return Line(min(assumed, max(0, room)), 0.0, 0.0), f"its sample could not be measured: {text}"
+
+    def _warm_up(self, model: Model, measure: Callable[[Any], int]) -> None:
+        item = model.sample(1.0)
+        item = model.parse(item) if isinstance(item, dict) else item
+        measure(item)
+        measure(item)
+
+
+def _does_not_fit(name: str, needed: int, room: int, how: str) -> LoadFailed:
+    reason = f"{name} {how} {format_size(needed)}, and {format_size(max(0, room))} is left on this card"
+    return LoadFailed(reason, is_final=True)

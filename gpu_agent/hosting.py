@@ -1,0 +1,161 @@
+"""The models of one card: what the configuration asks for, how each fares, and what is published of it.
+
+Owns: the state of each model over the lives of the child, its estimate, and when a failed load is tried
+again. Does not own: loading (the child), or whether it may be granted (the ledger).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from gpu_agent.estimate import Estimate
+from scheduler.models import HostedModel
+from scheduler.settings import ModelSettings, Settings
+
+MOST_LOADS = 3
+RETRY_S = (5.0, 30.0)
+_UNKNOWN_VERSION = "unknown"
+
+
+@dataclass(slots=True)
+class CardModel:
+    """One configured model. `known` outlives the child: a new one need not measure again."""
+
+    name: str
+    settings: ModelSettings
+    state: Literal["absent", "loading", "ready", "failed"] = "absent"
+    reason: str | None = None
+    descriptor: Mapping[str, Any] | None = None
+    known: Estimate | None = None
+    failures: int = 0
+    retry_at: float | None = None
+    busy: set[int] = field(default_factory=set)
+
+    @property
+    def max_batch(self) -> int:
+        declared = int(self.descriptor["max_batch"]) if self.descriptor else 1
+        return min(declared, self.settings.concurrency or declared)
+
+    @property
+    def lanes(self) -> int:
+        declared = int(self.descriptor["lanes"]) if self.descriptor else 1
+        return min(declared, self.settings.concurrency or declared)
+
+    @property
+    def slots(self) -> int:
+        """How many jobs may be leased at once: all lanes full, and one batch more at hand."""
+        return self.settings.concurrency or self.lanes * self.max_batch + self.max_batch
+
+    @property
+    def batch_units(self) -> Literal["sum", "max_times_n"]:
+        return "max_times_n" if self.descriptor and self.descriptor["batch_units"] == "max_times_n" else "sum"
+
+    def loaded(self, message: Mapping[str, Any]) -> None:
+        """The child says that it is ready, and what it measured."""
+        c0, c1, seen = message["line"]
+        measured = Estimate(int(message["weights"]), int(message["buffers"]), int(c0), float(c1), float(seen))
+        if self.known is not None:
+            measured = Estimate(
+                measured.weights,
+                max(measured.buffers, self.known.buffers),
+                max(measured.c0, self.known.c0),
+                max(measured.c1, self.known.c1),
+                max(measured.seen_units, self.known.seen_units),
+            )
+        self.known, self.descriptor = measured, message["descriptor"]
+        self.state, self.reason, self.failures, self.retry_at = "ready", None, 0, None
+
+    def load_failed(self, reason: str, *, is_final: bool) -> None:
+        """Try again later, and after the third time no more."""
+        self.failures += 1
+        self.state = "failed"
+        if is_final or self.failures >= MOST_LOADS:
+            tries = f" (given up after {self.failures} tries)" if not is_final else ""
+            self.reason, self.retry_at = reason + tries, None
+        else:
+            delay = RETRY_S[min(self.failures, len(RETRY_S)) - 1]
+            self.reason, self.retry_at = f"{reason} (tried again in {delay:g} s)", time.monotonic() + delay
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.state == "failed" and self.retry_at is None
+
+    def published(self) -> HostedModel:
+        """What the ledger and the gateways are told."""
+        facts = self.descriptor or {}
+        known = self.known or Estimate(0, 0, 0, 0.0, 0.0)
+        schema = facts.get("schema")
+        is_ready = self.state == "ready"
+        return HostedModel(
+            name=self.name,
+            version=str(facts.get("version") or self.settings.version or _UNKNOWN_VERSION),
+            ready=is_ready,
+            reason=None if is_ready else self.reason or "it is being loaded",
+            slots=self.slots if is_ready else 0,
+            max_batch=self.max_batch,
+            lanes=self.lanes,
+            resident_bytes=known.resident if is_ready else 0,
+            c0_item=known.c0,
+            c1=known.c1,
+            units=str(facts.get("units", "1")),
+            batch_units=self.batch_units,
+            schema=schema,
+            schema_hash=schema_hash(schema),
+            output_schema=facts.get("output_schema"),
+        )
+
+
+class CardModels:
+    """All models of this card, by name."""
+
+    def __init__(self, settings: Settings, *, uuid: str, name: str) -> None:
+        self._models = {
+            model: CardModel(model, chosen)
+            for model, chosen in settings.models.items()
+            if chosen.cards == "all" or uuid in chosen.cards or name in chosen.cards
+        }
+
+    def __getitem__(self, name: str) -> CardModel:
+        return self._models[name]
+
+    def get(self, name: str) -> CardModel | None:
+        return self._models.get(name)
+
+    @property
+    def all(self) -> tuple[CardModel, ...]:
+        return tuple(self._models.values())
+
+    @property
+    def ready(self) -> tuple[CardModel, ...]:
+        return tuple(model for model in self._models.values() if model.state == "ready")
+
+    @property
+    def resident(self) -> int:
+        """Bytes that the loaded models keep."""
+        return sum(model.known.resident for model in self.ready if model.known is not None)
+
+    @property
+    def slots(self) -> int:
+        return sum(model.slots for model in self.ready)
+
+    def published(self) -> tuple[HostedModel, ...]:
+        """Every model that has been tried; one that was never loaded is not heard of before it is known."""
+        return tuple(m.published() for m in self.all if m.descriptor is not None or m.state == "failed")
+
+    def child_gone(self) -> None:
+        """No model is loaded any more; what was given up stays given up."""
+        for model in self._models.values():
+            model.busy.clear()
+            if not model.is_given_up:
+                model.state = "absent"
+
+
+def schema_hash(schema: Mapping[str, Any] | None) -> str:
+    """A hash of a JSON Schema that does not hang on the order of its keys."""
+    text = json.dumps(schema, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

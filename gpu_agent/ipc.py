@@ -1,0 +1,87 @@
+"""Messages between supervisor and child: msgpack behind a length, over a socket pair.
+
+Owns the framing, on both sides: blocking for the child's threads, asyncio for the supervisor, which must
+never be held up by a child. Does not own what the messages mean: `child_process` and `child.main` do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+
+_HEADER = struct.Struct(">I")
+MAX_FRAME = 1 << 30
+
+
+class Broken(Exception):
+    """The other end sent something that is no frame."""
+
+
+def pack_frame(message: Mapping[str, Any]) -> bytes:
+    """One message as it goes over the socket. Raises what msgpack raises for a value that it cannot hold."""
+    body: bytes = msgpack.packb(message)
+    return _HEADER.pack(len(body)) + body
+
+
+def _length(header: bytes) -> int:
+    (length,) = _HEADER.unpack(header)
+    if length > MAX_FRAME:
+        raise Broken(f"a frame of {length} bytes is announced; at most {MAX_FRAME} are sent")
+    return int(length)
+
+
+class Channel:
+    """The blocking end: `send` from any thread, `receive` from one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._sending = threading.Lock()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Raises OSError when the other end is gone."""
+        frame = pack_frame(message)
+        with self._sending:
+            self._socket.sendall(frame)
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message; None when the other end closed."""
+        header = self._exactly(_HEADER.size)
+        if header is None:
+            return None
+        body = self._exactly(_length(header))
+        if body is None:
+            return None
+        message: dict[str, Any] = msgpack.unpackb(body, strict_map_key=False)
+        return message
+
+    def set_timeout(self, seconds: float | None) -> None:
+        self._socket.settimeout(seconds)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _exactly(self, count: int) -> bytes | None:
+        parts = bytearray()
+        while len(parts) < count:
+            part = self._socket.recv(min(count - len(parts), 1 << 20))
+            if not part:
+                return None
+            parts += part
+        return bytes(parts)
+
+
+async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """The supervisor's `receive`: None when the child closed its end, also in the middle of a frame."""
+    try:
+        header = await reader.readexactly(_HEADER.size)
+        body = await reader.readexactly(_length(header))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    message: dict[str, Any] = msgpack.unpackb(body, strict_map_key=False)
+    return message
