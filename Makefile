@@ -2,7 +2,7 @@
 #
 #   make demo    the whole path on simulated cards: requests, a killed child, a table at the end
 #   make test    the tests, once on the embedded Valkey and once on a redis-server of version 7
-#   make check   format, lint, types, layers
+#   make check   format, lint, types, layers, and that docs/ says what the code says
 #   make bench   the benchmarks
 #   make fmt     format the code
 #
@@ -18,7 +18,7 @@ BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
-CODE := $(wildcard gateway gpu_agent scheduler vramgate tests examples benchmarks)
+CODE := $(wildcard gateway gpu_agent scheduler vramgate tests examples benchmarks docs)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -62,6 +62,7 @@ check: $(STAMP)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy $(CODE)
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/docs
 
 bench: $(STAMP)
 	@set -e; for file in $(wildcard benchmarks/[a-z]*.py); do echo "== $$file"; $(BIN)/python "$$file" $(BENCH_ARGS); done
