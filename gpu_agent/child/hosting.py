@@ -155,7 +155,9 @@ class Hosting:
         weights = max(0, self._device.allocated() - before)
         line, note = self._measure(hosted, room=room - weights, known=message.get("known"), lane=lane)
         resident = weights + hosted.buffer_bytes
-        if line.at(max(1.0, 0.0)) + resident > room:
+        # Measuring has filled the cache with blocks that no one may need again.
+        self._device.empty_cache()
+        if line.at(1.0) + resident > room:
             raise _does_not_fit(name, line.at(1.0) + resident, room, "takes, with its smallest input,")
         self._hosted[name] = hosted
         for _ in range(lanes - 1):
