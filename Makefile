@@ -22,7 +22,7 @@ CODE := $(wildcard gateway gpu_agent scheduler vramgate tests examples benchmark
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check bench fmt redis-server $(TEST_SERVERS:%=test-%)
+.PHONY: help env demo test check bench fmt redis-server nginx $(TEST_SERVERS:%=test-%)
 
 help:
 	@sed -n '3,7s/^# *//p' Makefile
@@ -48,14 +48,15 @@ ifneq ($(filter valkey,$(TEST_SERVERS)),)
 test-redis: | test-valkey
 endif
 
-test-valkey: $(STAMP)
+test-valkey: $(STAMP) nginx
 	VRAMGATE_TEST_SERVER=valkey $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-redis: $(STAMP) redis-server
+test-redis: $(STAMP) nginx redis-server
 	VRAMGATE_TEST_SERVER=redis $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-redis-server:
-	@command -v redis-server >/dev/null || deploy/apt-install redis-server
+# Servers of the system's own that the tests run; Debian keeps nginx in /usr/sbin.
+redis-server nginx:
+	@PATH="$$PATH:/usr/sbin" command -v $@ >/dev/null || deploy/apt-install $@
 
 check: $(STAMP)
 	$(BIN)/ruff format --check $(CODE)
