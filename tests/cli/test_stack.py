@@ -6,6 +6,7 @@ Server and gateways are the real ones; the agent is one without torch. tests/cli
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ from tests.ledger.fake_agent import request
 from vramgate.cli import stack as stack_module
 from vramgate.cli import upfile
 from vramgate.cli.exits import Failure
+from vramgate.cli.main import main
 from vramgate.cli.processes import descendants
 from vramgate.cli.stack import Plan, Stack
 
@@ -62,6 +64,15 @@ async def ended(stack: Stack) -> None:
     assert upfile.read(stack.data_dir) is None
 
 
+async def is_ready(stack: Stack) -> bool:
+    """Its first gateway answers, reaches the ledger, and knows a ready card."""
+    async with httpx.AsyncClient(timeout=5) as http:
+        try:
+            return (await http.get(f"{stack.urls[0]}/readyz")).status_code == 200
+        except httpx.RequestError:
+            return False
+
+
 def pids(name: str) -> list[int]:
     """Our processes whose command line holds `name`, parents first."""
     found = []
@@ -71,7 +82,7 @@ def pids(name: str) -> list[int]:
     return found
 
 
-async def test_up_serves_and_ends_in_order(plan: Plan) -> None:
+async def test_up_serves_and_ends_in_order(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     """It says what runs where, leaves that for other commands, and ends gateways, agents and server, in this
     order.
     """
@@ -82,8 +93,13 @@ async def test_up_serves_and_ends_in_order(plan: Plan) -> None:
         assert said[0].startswith("ledger   redis://127.0.0.1:") and said[1] == f"gateway  {stack.urls[0]}"
         running = upfile.read(stack.data_dir)
         assert running is not None and running.gateways == stack.urls and running.pid == os.getpid()
-        async with httpx.AsyncClient() as http:
-            assert (await http.get(f"{stack.urls[0]}/readyz")).status_code == 200
+        await until("the gateway has seen the card", lambda: is_ready(stack))
+        # No option is needed in this directory: commands find what `up` left.
+        capsys.readouterr()
+        assert await asyncio.to_thread(main, ["infer", "echo", '{"x": 1}']) == 0
+        assert json.loads(capsys.readouterr().out) == "ok"
+        assert await asyncio.to_thread(main, ["infer", "nothing", "{}"]) == 3
+        assert "nothing" in capsys.readouterr().err
         with pytest.raises(Failure, match=r"cannot be used|another"):
             await Stack(plan, say=said.append).start()
     finally:
@@ -137,14 +153,7 @@ async def test_what_is_killed_is_started_again(plan: Plan, victim: str) -> None:
 
         await until("its end is said", is_said)
 
-        async def answers() -> bool:
-            async with httpx.AsyncClient(timeout=5) as http:
-                try:
-                    return (await http.get(f"{stack.urls[0]}/readyz")).status_code == 200
-                except httpx.RequestError:
-                    return False
-
-        await until("everything answers again", answers)
+        await until("everything answers again", lambda: is_ready(stack))
     finally:
         await ended(stack)
 

@@ -22,7 +22,7 @@ from scheduler import inventory
 from scheduler.models import CardView
 from scheduler.store import Store
 from vramgate.cli import tables
-from vramgate.cli.demo_load import Tally, make_requests, run_clients
+from vramgate.cli.demo_load import Tally, ask_again, make_requests, run_clients
 from vramgate.cli.demo_report import Evidence, Peaks, print_report, promises
 from vramgate.cli.exits import FAILED, Failure
 from vramgate.cli.preflight import check_ports
@@ -38,6 +38,7 @@ LOAD_TIMEOUT_S = 240.0
 _KILL_AFTER = 0.35
 _SETTLE_TIMEOUT_S = 15.0
 _POLL_S = 0.2
+_ASKED_AGAIN = 20
 
 
 def demo(
@@ -111,17 +112,22 @@ async def _course(stack: Stack, count: int, clients: int, impatient: int, seed: 
             killer.cancel()
             ended = await asyncio.gather(sampler, killer, return_exceptions=True)
         seconds = time.monotonic() - began
+        counters = _growth(before, await inventory.totals(store))
+        repeated = tally.answers[:_ASKED_AGAIN]
+        replayed = await ask_again(stack.urls, repeated)
         leases_left = await _leases_left(store)
         cards = await inventory.cards(store)
         peaks.see(cards)
         evidence = Evidence(
             requests=count,
             tally=tally,
-            counters=_growth(before, await inventory.totals(store)),
+            counters=counters,
             cards=cards,
             peaks=peaks,
             drift=await inventory.audit(store),
             leases_left=leases_left,
+            asked_again=len(repeated),
+            replayed=replayed,
             seconds=seconds,
             killed_pid=ended[1] if isinstance(ended[1], int) else None,
         )

@@ -123,22 +123,38 @@ async def run_clients(
             group.create_task(_client(urls, waiting, patience_s, tally), name=f"client {index}")
 
 
+async def ask_again(urls: Sequence[str], answers: Sequence[tuple[Request, Answer]]) -> int:
+    """Send answered requests once more under their keys; how many got the very same answer, without a run."""
+    same = 0
+    async with AsyncClient(urls) as client:
+        for request, first in answers:
+            try:
+                second = await _send(client, request)
+            except VramgateError:
+                continue
+            same += second.replayed and second.id == first.id and second.outputs == first.outputs
+    return same
+
+
 async def _client(
     urls: Sequence[str], waiting: Iterator[Request], patience_s: float | None, tally: Tally
 ) -> None:
     async with AsyncClient(urls, timeout_s=patience_s, transport=_CountingTransport(tally)) as client:
         for request in waiting:
             try:
-                answer = await client.infer(
-                    request.model,
-                    request.inputs,
-                    body=request.body,
-                    content_type="audio/wav",
-                    idempotency_key=request.key,
-                    deadline_s=DEADLINE_S,
-                )
-                tally.answers.append((request, answer))
+                tally.answers.append((request, await _send(client, request)))
             except VramgateError as error:
                 tally.failures.append((request, error))
                 if not isinstance(error, Refused):
                     tally.statuses["no answer"] += 1
+
+
+async def _send(client: AsyncClient, request: Request) -> Answer:
+    return await client.infer(
+        request.model,
+        request.inputs,
+        body=request.body,
+        content_type="audio/wav",
+        idempotency_key=request.key,
+        deadline_s=DEADLINE_S,
+    )

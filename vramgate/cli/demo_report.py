@@ -29,7 +29,8 @@ class Peaks:
 
     def see(self, cards: Sequence[CardView]) -> None:
         for card in cards:
-            leased = max(card.peak_leased_bytes, card.ledger.jobs + card.ledger.external)
+            now = card.ledger.resident + card.ledger.jobs + card.ledger.external
+            leased = max(card.peak_leased_bytes, now)
             self.leased[card.id] = max(self.leased.get(card.id, 0), leased)
             if card.sample is not None:
                 self.used[card.id] = max(self.used.get(card.id, 0), card.sample.used)
@@ -49,6 +50,8 @@ class Evidence:
     peaks: Peaks
     drift: Mapping[str, int]
     leases_left: int
+    asked_again: int
+    replayed: int
     seconds: float
     killed_pid: int | None
 
@@ -64,28 +67,25 @@ class Promise:
 
 def runs_again(counters: Mapping[str, int]) -> int:
     """Runs that were started again because their process died under them."""
-    return sum(counters.get(f"requeued.{cause}", 0) for cause in ("crashed", "killed", "lost"))
+    return sum(counters.get(f"requeued.{cause}", 0) for cause in ("crash", "killed", "agent_lost"))
 
 
 def promises(evidence: Evidence) -> list[Promise]:
     """What was promised, what was seen, and whether that keeps it."""
     tally = evidence.tally
     codes = Counter(error.code for _, error in tally.failures)
-    jobs_of_key: dict[str, set[str]] = {}
-    for request, answer in tally.answers:
-        jobs_of_key.setdefault(request.key, set()).add(answer.id)
-    shared = len(tally.answers) - len({answer.id for _, answer in tally.answers})
     twice = evidence.counters.get("settled_twice", 0)
     drift = sum(abs(value) for value in evidence.drift.values())
     again = runs_again(evidence.counters)
     over = [card for card in evidence.cards if evidence.peaks.leased.get(card.id, 0) > budget(card)]
-    several = shared + sum(len(ids) > 1 for ids in jobs_of_key.values())
+    replayed = f"{evidence.replayed} of {evidence.asked_again}"
     killed = f"{again} (child {evidence.killed_pid})"
     return [
         Promise("every request has its answer", f"{len(tally.answers)} of {evidence.requests}",
                 len(tally.answers) == evidence.requests),
         Promise("jobs settled twice", str(twice), twice == 0),
-        Promise("keys and answers that do not pair", str(several), several == 0),
+        Promise("asked again under its key: the stored answer", replayed,
+                evidence.replayed == evidence.asked_again),
         Promise("OOM that reached a caller", str(codes["oom"]), codes["oom"] == 0),
         Promise("crashes that reached a caller", str(codes["crashed"]), codes["crashed"] == 0),
         Promise("a killed child's runs are started again", killed, again > 0),
@@ -96,10 +96,8 @@ def promises(evidence: Evidence) -> list[Promise]:
 
 
 def budget(card: CardView) -> int:
-    """What jobs may hold of a card that nobody else uses: everything but the driver, the headroom and the
-    weights.
-    """
-    return card.ledger.usable - card.ledger.resident
+    """What may be leased of a card, weights included: all but the driver, the context and the headroom."""
+    return card.ledger.usable
 
 
 def print_report(evidence: Evidence, kept: Sequence[Promise], *, console: Console) -> None:
@@ -126,7 +124,7 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 def _summary(evidence: Evidence) -> Table:
     tally, counters = evidence.tally, evidence.counters
     asked = sum(answer.vram.leased_bytes for _, answer in tally.answers)
-    total = sum(max(0, budget(card)) for card in evidence.cards)
+    total = sum(max(0, budget(card) - card.ledger.resident) for card in evidence.cards)
     by_status = ", ".join(f"{count} x {status}" for status, count in sorted(tally.statuses.items()))
     rows = {
         "requests": f"{evidence.requests} in {evidence.seconds:.0f} s",

@@ -7,7 +7,9 @@ Owns a process and its log file. Does not own which services there are, nor the 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +25,8 @@ STEADY_S = 60.0
 
 _KILL_TIMEOUT_S = 10.0
 _TAIL_BYTES = 8192
+
+_REASON = re.compile(r' reason=("(?:[^"\\]|\\.)*"|\S+)')
 
 Say = Callable[[str], None]
 
@@ -96,14 +100,14 @@ class ServiceProcess:
             await asyncio.wait({ended}, timeout=_KILL_TIMEOUT_S)
 
     def last_words(self) -> str:
-        """The last line of its log."""
+        """The last line of its log; of a log event, the reason that it gives."""
         try:
             with self._log.open("rb") as file:
                 file.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
                 lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
         except OSError:
             lines = []
-        return lines[-1].strip() if lines else f"it said nothing (see {self._log})"
+        return _told(lines[-1]) if lines else f"it said nothing (see {self._log})"
 
     async def _spawn(self) -> None:
         self.starts += 1
@@ -131,6 +135,13 @@ class ServiceProcess:
             await asyncio.sleep(backoff_s)
             backoff_s = min(LONGEST_BACKOFF_S, backoff_s * 2)
             await self._spawn()
+
+
+def _told(line: str) -> str:
+    match = _REASON.search(line)
+    if match is None:
+        return line.strip()
+    return str(json.loads(match[1])) if match[1].startswith('"') else match[1]
 
 
 def _send(pid: int, what: signal.Signals) -> None:

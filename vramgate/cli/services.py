@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from scheduler.settings import Settings
-from vramgate.cli.exits import Failure
+from vramgate.cli.exits import Failure, Misuse
 from vramgate.cli.target import ConfigOption, PoolOption, RedisOption, find
 
 SimulateOption = Annotated[
@@ -61,9 +62,10 @@ def agent(
 ) -> None:
     """The agent of one card, or of all cards of this host."""
     target = find(redis, pool=pool, config=config)
-    _become(
-        agent_command(target.settings, config=config, simulate=simulate, card=None if all_cards else card)
-    )
+    if card is not None and all_cards:
+        raise Misuse("give --card or --all, not both")
+    which = ["--all"] if all_cards else ["--card", card] if card is not None else []
+    _become(agent_command(target.settings, which, config=config, simulate=simulate))
 
 
 def gateway_command(
@@ -83,13 +85,12 @@ def gateway_command(
 
 
 def agent_command(
-    settings: Settings, *, config: Path | None, simulate: str | None = None, card: str | None = None
+    settings: Settings, which: Sequence[str] = ("--all",), *, config: Path | None, simulate: str | None = None
 ) -> list[str]:
-    """The command line of the agent of `card`, or of all cards. Raises Failure when its extra is not
-    installed.
+    """The command line of the agents of all cards, or of those of `which`. Raises Failure when its extra is
+    not installed.
     """
-    command = _service("gpu_agent", settings, config)
-    command += ["--all"] if card is None else ["--card", card]
+    command = [*_service("gpu_agent", settings, config), *which]
     return command + (["--simulate", simulate] if simulate is not None else [])
 
 
