@@ -57,6 +57,10 @@ class Fault(enum.IntEnum):
     """Readings are refused although the card is there, as where the driver does not support them."""
 
 
+# Plain numbers for the one check that every operation of a child makes.
+_FAULT_AT, _LOST, _SLOT_BYTES = int(_Field.FAULT), int(Fault.LOST), _WORDS.size
+
+
 class Holder(enum.IntEnum):
     """Who holds a slot; FREE is nobody."""
 
@@ -126,7 +130,7 @@ class SimCardFile:
     def create(cls, path: Path, *, uuid: str, config: CardConfig) -> SimCardFile:
         """Map the card at `path`, made first if need be. A card in use keeps its configuration."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        guard = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        guard = os.open(path.with_suffix(".card-lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(guard, fcntl.LOCK_EX)
             try:
@@ -243,8 +247,7 @@ class SimCardFile:
 
     def is_broken(self, number: int) -> bool:
         """Whether work of this slot fails: its context is poisoned, or the card lost. Takes no lock."""
-        poisoned = self._map[_SLOTS_AT + number * _WORDS.size + 1] != 0
-        return poisoned or self._map[_Field.FAULT] == Fault.LOST
+        return self._map[_FAULT_AT] == _LOST or self._map[_SLOTS_AT + number * _SLOT_BYTES + 1] != 0
 
     def usage(self) -> dict[int, int]:
         """Bytes by pid, processes that died too recently included."""

@@ -5,8 +5,8 @@ Owns the reading of torch's operator schemas and of arguments and results. Count
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,23 +14,20 @@ import torch
 _aten = torch.ops.aten
 
 
-class Traits(enum.IntFlag):
-    """What an operation is like; none of them: a kernel whose outputs are new."""
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What an operation is like. All false: a kernel whose outputs are new."""
 
-    PLAIN = 0
-    COMPOSITE = 1
+    composite: bool
     """Made of other operations. In inference mode it comes whole, and would hide what it makes inside."""
-    ALIASING = 2
+    aliasing: bool
     """Outputs may be inputs, or views of them."""
-    FIRST_SIGHT = 4
-    """Shows a storage that was made out of the dispatcher's sight."""
-    SIZED = 8
+    sized: bool
     """Makes a tensor whose size is the first argument."""
 
 
-_FIRST_SIGHT = frozenset(
-    {_aten.lift_fresh.default, _aten.lift.default}
-)  # torch.tensor() fills its storage itself
+# torch.tensor() fills a storage out of the dispatcher's sight and shows it here first, as if it were an alias.
+_FIRST_SIGHT = frozenset({_aten.lift_fresh.default, _aten.lift.default})
 _UNDECLARED = frozenset({_aten._unsafe_view.default})
 _SIZED = frozenset(
     {
@@ -56,20 +53,17 @@ def traits_of(func: Any) -> Traits:
 
 
 def _read_traits(func: Any) -> Traits:
-    traits = Traits.PLAIN
-    if func in _FIRST_SIGHT:
-        traits |= Traits.FIRST_SIGHT
-    elif func in _SIZED:
-        traits |= Traits.SIZED
-    elif torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-        traits |= Traits.COMPOSITE
-    if func in _UNDECLARED or any(returned.alias_info is not None for returned in func._schema.returns):
-        traits |= Traits.ALIASING
-    return traits
+    aliases = func in _UNDECLARED or any(value.alias_info is not None for value in func._schema.returns)
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return Traits(
+        composite=composite and func not in _SIZED and func not in _FIRST_SIGHT,
+        aliasing=aliases and func not in _FIRST_SIGHT,
+        sized=func in _SIZED,
+    )
 
 
 def requested_bytes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Bytes that a SIZED operation asks for."""
+    """Bytes that a sized operation asks for."""
     nbytes = int((kwargs.get("dtype") or torch.get_default_dtype()).itemsize)
     for length in args[0]:
         nbytes *= int(length)

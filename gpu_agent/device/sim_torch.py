@@ -208,7 +208,7 @@ class SimTorchDevice:
         self._check_context()
         result: Any = None
         traits = traits_of(func)
-        refused = self._refuse_early(requested_bytes(args, kwargs)) if Traits.SIZED in traits else None
+        refused = self._refuse_early(requested_bytes(args, kwargs)) if traits.sized else None
         if refused is None:
             try:
                 result = func(*args, **kwargs)
@@ -244,11 +244,7 @@ class SimTorchDevice:
             if storage is None:
                 continue
             # An alias of something that lies on the host, a view of the caller's input say, stays there.
-            if (
-                traits is Traits.ALIASING
-                and not self._storages.knows(storage)
-                and is_among(storage, args, kwargs)
-            ):
+            if traits.aliasing and not self._storages.knows(storage) and is_among(storage, args, kwargs):
                 continue
             if not self._storages.book(storage, stream=self._thread.lane):
                 return self._out_of_memory(storage.nbytes())
@@ -332,7 +328,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if Traits.COMPOSITE in traits_of(func):
+        if traits_of(func).composite:
             with self, self._device.noting_failure():
                 # The kernel that eager CUDA would run; `decompose` prefers rewritings made for tracing.
                 return func._op_dk(_COMPOSITE, *args, **(kwargs or {}))

@@ -31,7 +31,7 @@ class Verdict(enum.Enum):
 _MEMORY_CODE = 2  # cudaErrorMemoryAllocation
 # CUDA runtime errors of a call that was refused; they leave the context whole. Every other code is a suspect.
 _HARMLESS_CODES = frozenset(
-    {1, 8, 9, 12, 20, 22, 98, 101, 200, 209, 218, 221, 222, 223, 701, 704, 705, 800, 801}
+    {1, 9, 12, 13, 16, 17, 18, 19, 20, 21, 98, 101, 200, 209, 218, 221, 222, 223, 701, 704, 705, 800, 801}
 )
 
 _OOM_TEXT = re.compile(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -265,6 +268,33 @@ def test_the_driver_sees_context_and_segments(device: SimTorchDevice, card: Simu
         del x
     device.empty_cache()
     assert card.read().used == device.context_bytes
+
+
+_CHILD = """
+import os, torch
+from gpu_agent.device.torch_device import open_device
+device = open_device()
+with device.tracking():
+    x = torch.empty(64 * 2**20, dtype=torch.uint8)
+print("held", flush=True)
+input()
+"""
+
+
+def test_a_killed_childs_memory_comes_back(card: SimulatedCard, until: Until) -> None:
+    """A child that is killed with tensors on the card is gone from it after the delay, context and all."""
+    environment = {**os.environ, **card.child_environment()}
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHILD], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"held\n"
+        assert card.read().processes == {child.pid: (8 + 64) * MIB}
+    finally:
+        child.kill()
+        child.wait()
+    until("context and segments are back", lambda: card.read().used == 0)
 
 
 def test_segments_change_with_the_allocators_hold(device: SimTorchDevice) -> None:
