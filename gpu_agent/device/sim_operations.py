@@ -26,7 +26,7 @@ class Traits:
     """Makes a tensor whose size is the first argument."""
 
 
-# torch.tensor() fills a storage out of the dispatcher's sight and shows it here first, as if it were an alias.
+# torch.tensor() fills a storage out of the dispatcher's sight and shows it here first, as an alias of itself.
 _FIRST_SIGHT = frozenset({_aten.lift_fresh.default, _aten.lift.default})
 _UNDECLARED = frozenset({_aten._unsafe_view.default})
 _SIZED = frozenset(
