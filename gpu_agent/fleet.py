@@ -47,6 +47,7 @@ async def _keep(uuid: str, arguments: Sequence[str], stopping: asyncio.Event) ->
         began = time.monotonic()
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",
             "-m",
             "gpu_agent",
             "--card",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import subprocess
 import zipfile
@@ -172,8 +171,7 @@ async def _wait_until_ready(process: asyncio.subprocess.Process, url: str, log: 
 
 async def _is_served(http: httpx.AsyncClient) -> bool:
     try:
-        response = await http.get("/readyz")
         listed = await http.get("/v1/models")
     except httpx.TransportError:
         return False
-    return response.status_code == 200 and '"names"' in json.dumps(listed.json())
+    return listed.status_code == 200 and [model["ready"] for model in listed.json()["data"]] == [True]
