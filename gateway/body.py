@@ -127,7 +127,7 @@ def parse_msgpack(content: bytes, nesting: int) -> Any:
 
 def _check_depth(document: Any, nesting: int) -> None:
     level = [document]
-    for _ in range(nesting + 1):
+    for _ in range(nesting):
         level = (
             [
                 child

@@ -6,6 +6,8 @@ of codes (`vramgate.errors`).
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 
 import orjson
@@ -14,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from gateway import headers, metrics, rendering
 from scheduler.logs import log_event
@@ -32,6 +35,8 @@ from vramgate.errors import (
 
 logger = logging.getLogger("gateway")
 
+LINGER_S = 5.0
+SILENCE_S = 0.5
 PROBLEM_JSON = "application/problem+json"
 BODY_BYTES = "vramgate.body_bytes"
 """Key in the scope under which `gateway.body` leaves how much of the body it read."""
@@ -72,9 +77,6 @@ def respond(request: Request, error: Exception) -> Response:
     response = problem_response(refused)
     if isinstance(error, HTTPException) and error.headers:
         response.headers.update(error.headers)
-    if refused.code == "too_large":
-        # The rest of the body is not read, so the connection cannot carry another request.
-        response.headers["Connection"] = "close"
     return response
 
 
@@ -87,12 +89,39 @@ def problem_response(refused: Refused) -> Response:
         extra["Retry-After"] = str(refused.retry_after_s)
     if refused.job_id is not None:
         extra["X-Job-Id"] = refused.job_id
-    return Response(
+    # The rest of a body that is too large is not read, so its connection cannot carry another request.
+    if refused.code == "too_large":
+        extra["Connection"] = "close"
+    kind = LastWords if refused.code == "too_large" else Response
+    return kind(
         orjson.dumps(refused.problem(), default=rendering.plain, option=orjson.OPT_NON_STR_KEYS),
         status_code=refused.status,
         headers=extra,
         media_type=PROBLEM_JSON,
     )
+
+
+class LastWords(Response):
+    """An answer to a client that is still sending: it is sent at once, and the rest is heard out for a moment.
+
+    Closing with unread bytes resets the connection, and then the client never reads why.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                await _discard(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _discard(receive: Receive) -> None:
+    while True:
+        async with asyncio.timeout(SILENCE_S):
+            message = await receive()
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return
 
 
 def _record(request: Request, refused: Refused, error: Exception) -> None:

@@ -1,0 +1,277 @@
+"""POST infer: answers, keys, preferences, forms."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+
+import httpx
+import msgpack
+import pytest
+
+from scheduler import inventory, jobs
+from scheduler.models import HandedJob, Report
+from scheduler.store import Store
+from tests.gateway.conftest import Answerer
+from tests.gateway.waiting import until
+from tests.ledger.fake_agent import FakeAgent, failed, ok
+
+PNG = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00\x00\x00\x02\x00\x00\x00\x03\x08\x02\x00\x00\x00" + b"\0" * 64
+
+
+async def inputs_of(store: Store, job: HandedJob) -> object:
+    packed = job.inputs if job.inputs is not None else await jobs.payload(store, job.job_id)
+    assert packed is not None
+    return msgpack.unpackb(packed)
+
+
+async def test_an_answer_is_the_contract_s_200(http: httpx.AsyncClient, answerer: Answerer) -> None:
+    """The body has the members of the contract, and the header names the job."""
+    response = await http.post("/v1/models/echo/infer", json={"inputs": {"x": 1}})
+    assert response.status_code == 200, response.text
+    body = response.json()
+    assert body.keys() == {"id", "model", "version", "outputs", "card", "timing", "vram", "degraded"}
+    assert (body["model"], body["version"], body["outputs"], body["card"]) == ("echo", "v1", "ok", "GPU-a")
+    assert response.headers["x-job-id"] == body["id"] == answerer.seen[0].job_id
+    assert response.headers["vary"] == "Accept, Prefer"
+    assert body["vram"]["leased_bytes"] == 2**20 + 10
+
+
+async def test_one_key_sent_fifty_times_at_once_runs_once(
+    http: httpx.AsyncClient, answerer: Answerer
+) -> None:
+    """All fifty get the same answer of the same job; a later one gets it replayed, and says so."""
+    headers = {"Idempotency-Key": "once"}
+    calls = [
+        http.post("/v1/models/echo/infer", json={"inputs": {"x": 1}}, headers=headers) for _ in range(50)
+    ]
+    answers = await asyncio.gather(*calls)
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.content for answer in answers}) == 1
+    assert len(answerer.seen) == 1
+    quoted = await http.post(
+        "/v1/models/echo/infer", json={"inputs": {"x": 1}}, headers={"Idempotency-Key": '"once"'}
+    )
+    assert quoted.headers["idempotency-replayed"] == "true"
+    assert quoted.content == answers[0].content and len(answerer.seen) == 1
+
+
+async def test_a_key_with_other_inputs_is_refused(http: httpx.AsyncClient, answerer: Answerer) -> None:
+    """422 key_reused; the order of members and the options are no part of the inputs."""
+    headers = {"Idempotency-Key": "k"}
+    first = await http.post("/v1/models/echo/infer", json={"inputs": {"a": 1, "b": 2}}, headers=headers)
+    same = await http.post(
+        "/v1/models/echo/infer",
+        json={"options": {"priority": 9}, "inputs": {"b": 2, "a": 1}},
+        headers=headers,
+    )
+    other = await http.post("/v1/models/echo/infer", json={"inputs": {"a": 1, "b": 3}}, headers=headers)
+    assert first.json() == same.json()
+    assert (other.status_code, other.json()["code"]) == (422, "key_reused")
+
+
+async def test_bytes_are_the_same_inputs_in_every_encoding(
+    http: httpx.AsyncClient, answerer: Answerer, store: Store
+) -> None:
+    """base64 in JSON, bin in msgpack, a part of a form and the raw body are one input under one key."""
+    url, headers = "/v1/models/files/infer", {"Idempotency-Key": "forms"}
+    raw = await http.post(url, content=PNG, headers=headers | {"Content-Type": "image/png"})
+    assert raw.status_code == 200, raw.text
+    encoded = await http.post(
+        url, json={"inputs": {"image": base64.b64encode(PNG).decode()}}, headers=headers
+    )
+    packed = await http.post(
+        url,
+        content=msgpack.packb({"inputs": {"image": PNG}}),
+        headers=headers | {"Content-Type": "application/msgpack"},
+    )
+    form = await http.post(url, files={"image": ("a.png", PNG, "image/png")}, headers=headers)
+    for response in (encoded, packed, form):
+        assert response.headers.get("idempotency-replayed") == "true", response.text
+    assert len(answerer.seen) == 1
+    assert await inputs_of(store, answerer.seen[0]) == {"image": PNG}
+
+
+async def test_units_and_estimate_come_from_the_published_model(
+    http: httpx.AsyncClient, answerer: Answerer
+) -> None:
+    """lease = c0_item + c1 x units; `vram` raises it and does not lower it; defaults count."""
+    await http.post("/v1/models/squares/infer", json={"inputs": {"height": 20, "width": 30}})
+    await http.post(
+        "/v1/models/squares/infer",
+        json={"inputs": {"height": 20, "width": 30}, "options": {"vram": "3MiB"}},
+    )
+    await http.post(
+        "/v1/models/squares/infer", json={"inputs": {"height": 20, "width": 30}, "options": {"vram": 1}}
+    )
+    sizes = [(job.units, job.lease_bytes) for job in answerer.seen]
+    assert sizes == [(600.0, 2**20 + 6000), (600.0, 3 * 2**20), (600.0, 2**20 + 6000)]
+
+
+async def test_options_reach_the_ledger(http: httpx.AsyncClient, answerer: Answerer, store: Store) -> None:
+    """From the body as well as from the query of a raw body."""
+    await http.post(
+        "/v1/models/files/infer?priority=7&run_timeout_s=1.5",
+        content=PNG,
+        headers={"Content-Type": "application/octet-stream"},
+    )
+    await http.post(
+        "/v1/models/echo/infer", json={"inputs": {}, "options": {"priority": 8, "run_timeout_s": 2}}
+    )
+    views = [await jobs.view(store, job.job_id) for job in answerer.seen]
+    assert [view.priority for view in views] == [7, 8]
+    assert [job.run_timeout_ms for job in answerer.seen] == [1500, 2000]
+
+
+async def test_msgpack_in_and_out(http: httpx.AsyncClient, answerer: Answerer, store: Store) -> None:
+    """Arrays come as {dtype, shape, data}, answers go out with bytes as bin, where Accept says so."""
+
+    async def give_bytes(job: HandedJob) -> Report:
+        return ok(job, msgpack.packb({"mask": b"\x00\xff"}))
+
+    answerer.handler = give_bytes
+    grid = {"dtype": "float32", "shape": [2, 2], "data": b"\0\0\x80?" * 4}
+    response = await http.post(
+        "/v1/models/squares/infer",
+        content=msgpack.packb({"inputs": {"height": 2, "width": 2, "grid": grid}}),
+        headers={"Content-Type": "application/msgpack", "Accept": "application/msgpack"},
+    )
+    assert response.headers["content-type"] == "application/msgpack"
+    assert msgpack.unpackb(response.content)["outputs"] == {"mask": b"\x00\xff"}
+    assert await inputs_of(store, answerer.seen[0]) == {
+        "height": 2,
+        "width": 2,
+        "grid": [[1.0, 1.0], [1.0, 1.0]],
+    }
+    plain = await http.post("/v1/models/squares/infer", json={"inputs": {"height": 2, "width": 2}})
+    assert plain.json()["outputs"] == {"mask": "AP8="}
+
+
+async def test_respond_async(http: httpx.AsyncClient, agent: FakeAgent) -> None:
+    """202 with the job, where to find it, and what was applied; the job lives on without its client."""
+    response = await http.post(
+        "/v1/models/echo/infer", json={"inputs": {}}, headers={"Prefer": "respond-async"}
+    )
+    assert response.status_code == 202
+    job = response.json()
+    assert (job["object"], job["state"], job["model"]) == ("job", "leased", "echo")
+    assert response.headers["location"] == f"/v1/jobs/{job['id']}"
+    assert response.headers["preference-applied"] == "respond-async"
+    assert response.headers["vary"] == "Accept, Prefer" and response.headers["x-queue-position"] == "0"
+    assert await agent.run_all() == 1
+    done = await http.get(response.headers["location"])
+    assert done.json()["state"] == "succeeded" and done.json()["result"] == "ok"
+
+
+async def test_respond_async_waits_as_long_as_asked(http: httpx.AsyncClient, answerer: Answerer) -> None:
+    """`respond-async, wait=10`: 200 where the job is done within the wait."""
+    response = await http.post(
+        "/v1/models/echo/infer", json={"inputs": {}}, headers={"Prefer": "respond-async, wait=10"}
+    )
+    assert response.status_code == 200
+    assert response.headers["preference-applied"] == "respond-async, wait=10"
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("model_error", 500), ("rejected_by_model", 422), ("non_finite", 500), ("output_too_large", 500)],
+)
+async def test_a_failed_run_is_a_problem(
+    http: httpx.AsyncClient, answerer: Answerer, code: str, status: int
+) -> None:
+    """The problem names the job, and the same key gets the same problem without another run."""
+
+    async def fail(job: HandedJob) -> Report:
+        return failed(job, code)
+
+    answerer.handler = fail
+    headers = {"Idempotency-Key": "bad"}
+    for _ in range(2):
+        response = await http.post("/v1/models/echo/infer", json={"inputs": {}}, headers=headers)
+        problem = response.json()
+        assert (response.status_code, problem["code"], problem["detail"]) == (status, code, "it said no")
+        assert response.headers["content-type"] == "application/problem+json"
+        assert (
+            problem["type"] == f"urn:vramgate:{code}"
+            and problem["instance"] == f"/v1/jobs/{answerer.seen[0].job_id}"
+        )
+        assert response.headers["x-job-id"] == answerer.seen[0].job_id
+    assert len(answerer.seen) == 1
+
+
+async def test_a_wait_over_its_limit_is_503_with_retry_after(
+    http: httpx.AsyncClient, agent: FakeAgent
+) -> None:
+    """Nobody claims the job: wait_timeout, and a whole number of seconds to come back after."""
+    await agent.beat()
+    first = await http.post("/v1/models/echo/infer", json={"inputs": {}, "options": {"max_wait_s": 0.3}})
+    assert (first.status_code, first.json()["code"]) == (503, "wait_timeout"), first.text
+    assert int(first.headers["retry-after"]) >= 1
+
+
+async def test_a_full_queue_is_429(http: httpx.AsyncClient, agent: FakeAgent, store: Store) -> None:
+    """A job that no card can ever hold is 422 at once and is not queued."""
+    response = await http.post("/v1/models/echo/infer", json={"inputs": {}, "options": {"vram": "5GiB"}})
+    assert (response.status_code, response.json()["code"]) == (422, "exceeds_every_card")
+    assert await inventory.leases(store) == () and await inventory.queue(store) == ()
+
+
+async def test_a_client_that_leaves_without_a_key_frees_its_bytes(
+    http: httpx.AsyncClient, agent: FakeAgent, store: Store
+) -> None:
+    """Its job is cancelled and its lease is gone, without any word of an agent that never got the job."""
+    with pytest.raises(httpx.ReadTimeout):
+        await http.post("/v1/models/echo/infer", json={"inputs": {}}, timeout=0.3)
+
+    async def is_free() -> bool:
+        return not await inventory.leases(store)
+
+    await until(is_free, "the lease of the client that left is released")
+    page = await jobs.list_jobs(store)
+    assert [view.state for view in page.data] == ["cancelled"]
+
+
+async def test_a_client_that_leaves_with_a_key_keeps_its_place(
+    http: httpx.AsyncClient, agent: FakeAgent, store: Store
+) -> None:
+    """The retry under the key joins the job that its first try left."""
+    headers = {"Idempotency-Key": "impatient"}
+    with pytest.raises(httpx.ReadTimeout):
+        await http.post("/v1/models/echo/infer", json={"inputs": {}}, headers=headers, timeout=0.3)
+
+    async def has_left() -> bool:
+        return (await jobs.list_jobs(store)).data[0].clients == 0
+
+    await until(has_left, "the ledger was told that the client left")
+    retry = asyncio.create_task(http.post("/v1/models/echo/infer", json={"inputs": {}}, headers=headers))
+
+    async def is_back() -> bool:
+        return (await jobs.list_jobs(store)).data[0].clients == 1
+
+    await until(is_back, "the retry joined")
+    assert await agent.run_all() == 1
+    assert (await retry).status_code == 200
+    assert len((await jobs.list_jobs(store)).data) == 1
+
+
+async def test_request_ids_are_echoed_and_go_with_the_job(
+    http: httpx.AsyncClient, answerer: Answerer
+) -> None:
+    """X-Request-Id and traceparent come back on answers and refusals alike."""
+    headers = {"X-Request-Id": "req-7", "traceparent": "00-abc-def-01"}
+    answer = await http.post("/v1/models/echo/infer", json={"inputs": {}}, headers=headers)
+    refusal = await http.post("/v1/models/nope/infer", json={"inputs": {}}, headers=headers)
+    route = await http.get("/nowhere", headers=headers)
+    for response in (answer, refusal, route):
+        assert response.headers["x-request-id"] == "req-7"
+        assert response.headers["traceparent"] == "00-abc-def-01"
+    assert answerer.seen[0].request_id == "req-7"
+
+
+async def test_a_version_can_be_named(http: httpx.AsyncClient, answerer: Answerer) -> None:
+    """`model@version` runs that version; one that is not there is 404 and says which are."""
+    named = await http.post("/v1/models/echo@v1/infer", json={"inputs": {}})
+    assert named.status_code == 200 and named.json()["version"] == "v1"
+    other = await http.post("/v1/models/echo@v9/infer", json={"inputs": {}})
+    assert (other.status_code, other.json()["code"]) == (404, "unknown_model")
+    assert "v1" in other.json()["detail"]
