@@ -155,6 +155,16 @@ def test_one_agent_service_has_all_cards_and_one_has_none(services: dict[str, Se
     assert option(agents["agent-sim"], "--simulate") == "2x24GiB"
 
 
+def test_an_agent_writes_where_it_may(services: dict[str, Service]) -> None:
+    """Models are mounted read-only; agents start in the image's home, where simulated cards keep their files,
+    and cards keep their names when a container is made anew."""
+    for agent in agents_of(services).values():
+        assert [volume.endswith(":ro") for volume in agent["volumes"]] == [True]
+        assert "working_dir" not in agent
+        assert agent["hostname"]
+    assert DOCKERFILE.read_text().count("WORKDIR /home/vramgate") == 2
+
+
 def test_mounted_files_exist(services: dict[str, Service]) -> None:
     """Docker makes an empty folder out of a bind mount whose source is missing; here none is."""
     sources = [
