@@ -27,9 +27,9 @@ PATIENCE_S = 2.0
 """After so long without an answer an impatient client asks again, under the same key."""
 
 DEADLINE_S = 100.0
-_SPEECH_S = (1.0, 20.0)
-_SIDES = (128, 192, 256, 320, 384, 448, 512)
-_STEPS = (2, 3, 4)
+_SPEECH_S = (1.0, 8.0)
+_SIDES = (128, 192, 256, 320, 384, 512)
+_STEPS = (2, 3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from scheduler.embedded import bound_to_owner
@@ -46,12 +46,14 @@ class ServiceProcess:
         log: Path,
         say: Say,
         stop_timeout_s: float,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self._command = list(command)
         self._log = log
         self._say = say
         self._stop_timeout_s = stop_timeout_s
+        self._environment = {**os.environ, **(environment or {})}
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -119,6 +121,7 @@ class ServiceProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=self._environment,
                 start_new_session=True,
             )
 

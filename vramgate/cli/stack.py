@@ -176,6 +176,7 @@ class Stack:
             log=self.data_dir / "logs" / "agents.log",
             say=self._say,
             stop_timeout_s=self.settings.agent.drain_s + _MARGIN_S,
+            environment=_shared_cores(self._plan.simulate),
         )
         self._agents.append(agent)
         await agent.start()
@@ -201,6 +202,15 @@ class Stack:
             gateways=self.urls,
             simulate=self._plan.simulate,
         )
+
+
+def _shared_cores(simulate: str | None) -> dict[str, str]:
+    """Simulated cards compute on this host's cores. Each gets its share: torch takes all of them for each
+    process, and threads that wait for each other by spinning make a batch several times slower."""
+    cards = (simulate or "").lower().partition("x")[0].strip()
+    if not cards.isdecimal() or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // max(1, int(cards))))}
 
 
 async def _until_serving(http: httpx.AsyncClient, gateway: ServiceProcess, url: str) -> None:
