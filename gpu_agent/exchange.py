@@ -150,7 +150,7 @@ class Exchange:
         result = report.result
         if result is None or len(result) <= cards.INLINE_RESULT_BYTES:
             return report
-        await self._repeat(lambda: results.put(self._store, report.job_id, result))
+        await self._repeat(lambda: results.put(self._store, report.lease_id, result))
         return dataclasses.replace(report, result=None, is_stored=True)
 
     async def _ask(

@@ -2,7 +2,8 @@
 -- Guarantee: a submit that this call overtakes is refused; one client counts once. Without a key the job ends at once; with a
 -- key it keeps its place for the grace.
 -- Fence: the client id. KEYS: meta, job:<id of the submit>, key:<...> (or tomb again), tomb:<id>
--- ARGV: arguments {client, job, keyed}, settings, lease ids. Returns: ok {found}
+-- ARGV: arguments {client, job, keyed, unknown}, settings, lease ids. Returns: ok {found}
+-- Cost: one record; at most one pump of its card.
 -- include: base transitions rate lease job settle place agent
 begin_writes()
 local id = A.job
@@ -14,12 +15,9 @@ if not j and A.keyed then
     j = job.load(id)
   end
 end
-if not j or not j['c:' .. A.client] then
-  if not j or id ~= A.job then
-    redis.call('SET', KEYS[4], '1', 'PX', int(CFG.tombstone_ttl_ms))
-  end
-  return reply('ok', { found = 0 })
-end
+-- Where the gateway does not know what became of its submit, a repetition of it may still be on its way.
+if A.unknown or not j then redis.call('SET', KEYS[4], '1', 'PX', int(CFG.tombstone_ttl_ms)) end
+if not j or not j['c:' .. A.client] then return reply('ok', { found = 0 }) end
 job.unset(id, j, 'c:' .. A.client, 'e:' .. A.client)
 job.set(id, j, 'nc', int(num(j.nc) - 1))
 if num(j.nc) == 0 and job.is_live(j) then

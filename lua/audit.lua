@@ -1,4 +1,6 @@
 -- audit: recomputes the sums of some cards from their leases; drift must be 0 and is counted.
+-- Guarantee: afterwards each sum is that of the leases; a second call finds nothing.
+-- Fence: none (recomputing is harmless).
 -- KEYS: meta. ARGV: arguments {cards (ids, empty: all)}, settings. Returns: ok {drift {card -> bytes and jobs}}
 -- Cost: the leases of the cards named.
 -- include: base transitions rate lease

@@ -3,6 +3,7 @@
 -- job is left as it is, but force reaches a run that is still on its card.
 -- Fence: the tenant (empty: operator). KEYS: meta, job:<id>. ARGV: arguments {id, tenant, force}, settings, lease ids
 -- Returns: ok {} | unknown {}
+-- Cost: one record; at most one pump of its card.
 -- include: base transitions rate lease job settle place agent
 local j = job.load(A.id)
 if not j or (A.tenant and j.t ~= A.tenant) then return reply('unknown') end

@@ -1,6 +1,8 @@
 -- emit: progress and streamed output of a running job, for those who watch its events.
+-- Guarantee: nobody but the holder of the current lease writes events of a job.
 -- Fence: session and lease. KEYS: meta, card:<id>, job:<id>
 -- ARGV: arguments {card, session, job, lease, attempt, types}, settings, '', one packed event after the other. Returns: ok | fenced
+-- Cost: one XADD for each event, one for each worker that watches.
 -- include: base transitions rate lease job
 local k = lease.card(A.card)
 local record = k.sid == A.session and lease.get(A.card, A.lease)

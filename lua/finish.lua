@@ -15,6 +15,7 @@ agent.starts(k, A.starts)
 local verdicts = {}
 for i, report in ipairs(A.reports) do verdicts[i] = agent.report(k, report) end
 agent.sample(k, A.sample)
+agent.place_back()
 sweep.deadlines()
 local more = place.pump(k.id)
 return agent.hand_out(k, A.want, verdicts, more)

@@ -1,4 +1,5 @@
 -- gateway_beat: a gateway worker is alive; a share of the pool's sweeping.
+-- Guarantee: a worker that beats keeps its session; what is due is done, some at a time.
 -- Fence: none. KEYS: meta, sessions. ARGV: arguments {worker}, settings, lease ids
 -- Returns: ok {stamp, ready_cards, more}. Cost: at most 16 of each kind moved; the pool's cards are read, and audited once a minute.
 -- include: base transitions rate lease job settle place agent sweep

@@ -13,17 +13,19 @@ agent.renew(k)
 agent.note_seen(k)
 if A.hosted then agent.publish(k, A.hosted) end
 agent.starts(k, A.starts)
-if k.ag ~= A.state or redis.call('HGET', key('card', k.id), 'rs') ~= (A.reason or '') then
+local is_late = A.state == 'ready' and A.applied < k.dq
+if not is_late and (k.ag ~= A.state or redis.call('HGET', key('card', k.id), 'rs') ~= (A.reason or '')) then
   k.ag = A.state
   redis.call('HSET', key('card', k.id), 'ag', A.state, 'rs', A.reason or '')
   redis.call('HINCRBY', META, 'stamp', 1)
 end
 agent.sample(k, A.sample)
 
-local cancels, recalls, unheld, more = {}, {}, 0, false
+local cancels, recalls, unheld, more, known = {}, {}, 0, false, {}
 local all = redis.call('HGETALL', key('leases', k.id))
 for i = 1, #all, 2 do
   local id, record = all[i], cmsgpack.unpack(all[i + 1])
+  known[id] = true
   local handed = record[lease.HANDED]
   if handed > 0 and handed <= A.applied and not A.held[id] then
     if unheld == MOVE_LIMIT then
@@ -49,7 +51,12 @@ for i = 1, #all, 2 do
   end
 end
 
-if A.state ~= 'ready' or k.op ~= 'ready' then
+-- A lease that the ledger does not have (lost with its server, or fenced off) will never settle anything.
+for id, job_id in pairs(A.held) do
+  if not known[id] then cancels[#cancels + 1] = { job = job_id, lease = id, force = 0, reason = 'gone' } end
+end
+
+if k.ag ~= 'ready' or k.op ~= 'ready' then
   sweep.clear_head(k)
   more = sweep.unclaim(k) or more
 end

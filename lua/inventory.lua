@@ -1,4 +1,6 @@
 -- inventory: the cards with their sums, the live leases, the classes of waiting jobs, the models. Reads only.
+-- Guarantee: one instant; nothing is changed.
+-- Fence: none.
 -- KEYS: meta. ARGV: arguments {cards, leases, queue, models}, settings. Returns: ok {...} + packed hosted models
 -- Cost: the cards of the pool, their leases, the classes.
 -- include: base transitions rate lease job

@@ -1,4 +1,5 @@
 -- job_view: one job as anybody may see it, and who watches it.
+-- Guarantee: nothing of the job is changed but who watches it.
 -- Fence: the tenant (empty: operator). KEYS: meta, job:<id>
 -- ARGV: arguments {id, tenant, watcher, worker, events, unwatch}, settings. Returns: ok {job, position, why, eta_ms, outcome?} + result | unknown
 -- Cost: one record, the cards of its class.

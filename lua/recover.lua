@@ -1,4 +1,6 @@
 -- recover: the first connection that finds another server behind the pool's name audits once and starts a new incarnation.
+-- Guarantee: once for each run of a server, whoever comes first.
+-- Fence: the run id.
 -- KEYS: meta. ARGV: arguments {run_id}, settings. Returns: ok {incarnation, changed}
 -- Cost: the leases of all cards, once per server run.
 -- include: base transitions rate lease

@@ -6,12 +6,13 @@
 -- Returns: ok {more} | taken {left_ms}
 -- Cost: at most 16 jobs moved; called again while more is 1.
 -- include: base transitions rate lease job settle place agent sweep
+-- First of all, so that a server that was frozen gives its grace before it is asked whose session has ended.
+begin_writes()
 local k = lease.card(A.card)
 if k.sid ~= '' and k.sid ~= A.session then
   local left = num(redis.call('ZSCORE', key('sessions'), 'c:' .. k.id)) - NOW
   if left > 0 then return reply('taken', { left_ms = left }) end
 end
-begin_writes()
 if k.sid ~= A.session then
   redis.call('HSET', key('card', k.id), 'sid', '', 'ag', 'lost')
   redis.call('HDEL', key('card', k.id), 'sm')
@@ -24,6 +25,8 @@ if k.sid ~= A.session then
   lease.audit(k.id)
   k = lease.card(k.id)
   redis.call('HSET', key('card', k.id), 'sq', '0')
+  redis.call('HDEL', key('card', k.id), 'dq', 'sf', 'an')
+  k.dq, k.sf = 0, 0
 end
 
 k.sid, k.op, k.ag, k.hr = A.session, k.op == '' and 'ready' or k.op, A.state, A.headroom

@@ -36,7 +36,7 @@ if KEY then
     if fingerprint ~= A.fp then return refused('key_reused', { job = id }) end
     local j = job.load(id)
     if j and job.is_live(j) then
-      if redis.call('HSETNX', key('job', id), 'c:' .. ID, A.worker) == 1 then job.set(id, j, 'nc', int(num(j.nc) + 1)) end
+      if redis.call('HSETNX', key('job', id), 'c:' .. ID, A.async and '' or A.worker) == 1 then job.set(id, j, 'nc', int(num(j.nc) + 1)) end
       if A.events then job.set(id, j, 'e:' .. ID, A.worker) end
       if j.ab then
         job.unset(id, j, 'ab')
@@ -53,7 +53,7 @@ if KEY then
       local result = redis.call('GET', key('res', id))
       return reply('ok', { how = 'replayed', job = id, state = j.s, position = 0, card = j.d or '', outcome = settle.outcome(id, j) }, result or '')
     end
-    if j and j.l and lease.card(j.d).sid ~= '' and redis.call('HEXISTS', key('leases', j.d), j.l) == 1 then previous = id end
+    if j and settle.is_on_card(j) then previous = id end
     if not j then count('key_without_job') end
   end
 end
@@ -77,10 +77,16 @@ if measured == #hosts and measured > 0 and A.bytes > biggest then return refused
 
 local limits = redis.call('HMGET', key('limits'), 'w', 'wm:' .. name, 'wt:' .. A.tenant, 'b', 'bm:' .. name, 'bt:' .. A.tenant)
 local function over(i, limit, more) return num(limits[i]) + more > limit end
+local candidate = { m = name, c = A.model, n = A.bytes }
+local fitting = previous and {} or place.candidates(ID, candidate)
+local free = place.without_waiters(fitting)
+-- A job that a card takes at once does not wait: those of other models who fill the queue do not keep it out.
 local full
-if over(1, CFG.queue_jobs, 1) or over(2, CFG.model_jobs, 1) or over(4, CFG.queue_bytes, #INPUTS) or over(5, CFG.model_bytes, #INPUTS) then
+if not free and (over(1, CFG.queue_jobs, 1) or over(2, CFG.model_jobs, 1)) then
   full = 'queue_full'
-elseif over(3, CFG.tenant_jobs, 1) or over(6, CFG.tenant_bytes, #INPUTS) then
+elseif over(4, CFG.queue_bytes, #INPUTS) or over(5, CFG.model_bytes, #INPUTS) then
+  full = 'queue_full'
+elseif (not free and over(3, CFG.tenant_jobs, 1)) or over(6, CFG.tenant_bytes, #INPUTS) then
   full = 'quota_exceeded'
 end
 if full then
@@ -97,7 +103,7 @@ local score = string.format('%.4f', NOW - A.priority * CFG.boost_ms + part / 409
 local j = {
   m = name, c = A.model, s = 'queued', n = int(A.bytes), u = string.format('%.17g', A.units), p = int(A.priority), t = A.tenant,
   pb = int(#INPUTS), ct = int(NOW), ws = int(NOW), wl = int(A.wait_ms), rl = int(A.run_ms), tl = int(A.total_ms), sc = score,
-  sy = A.async and '0' or '1', nc = '1', ['c:' .. ID] = A.async and '' or A.worker, k = KEY, rq = A.request_id,
+  sy = A.async and '0' or '1', nc = '1', ['c:' .. ID] = A.async and '' or A.worker, k = KEY and string.sub(KEY, #PREFIX + 5), rq = A.request_id,
 }
 if A.events then j['e:' .. ID] = A.worker end
 if not A.async and not KEY then j.gw = A.worker end
@@ -113,13 +119,14 @@ redis.call('ZADD', key('jobs'), int(NOW), ID)
 job.schedule(ID, j)
 job.tally_bytes(j, 1)
 if j.gw then redis.call('SADD', key('gwj', j.gw), ID) end
-if KEY then redis.call('SET', KEY, A.fp .. ID, 'PX', int(CFG.key_ttl_ms)) end
+-- The key outlives the job; when the job settles its time starts anew.
+if KEY then redis.call('SET', KEY, A.fp .. ID, 'PX', int(CFG.key_ttl_ms + A.total_ms)) end
 count('submitted')
 if previous then
   redis.call('HSET', key('job', previous), 'nx', ID)
   job.enqueue(ID, j)
 else
-  place.submitted(ID, j)
+  place.submitted(ID, j, fitting, free)
 end
-local answer = stored('stored', ID, { s = redis.call('HGET', KEYS[2], 's'), c = j.c, d = redis.call('HGET', KEYS[2], 'd') })
-return answer
+local now = redis.call('HMGET', KEYS[2], 's', 'd')
+return stored('stored', ID, { s = now[1], c = j.c, d = now[2] or '' })

@@ -13,8 +13,8 @@ from vramgate import errors
 async def submit(store: Store, request: SubmitRequest) -> Submitted:
     """Store, join or replay, in one round trip.
 
-    Raises the refusals of the table: UnknownModel, ExceedsEveryCard, QueueFull, QuotaExceeded, KeyReused, ResultExpired,
-    Cancelled (given up before it arrived), StoreUnavailable.
+    Raises the refusals of the table: UnknownModel, ExceedsEveryCard, QueueFull, QuotaExceeded, KeyReused,
+    ResultExpired, Cancelled (given up before it arrived), StoreUnavailable.
     """
     tombstone = store.keys.tombstone(request.job_id)
     key = tombstone if request.key is None else store.keys.idempotency(request.tenant, request.key)
@@ -70,13 +70,14 @@ def _refusal(reply: Reply, request: SubmitRequest) -> errors.Refused:
         )
     if code == "exceeds_every_card":
         return errors.ExceedsEveryCard(
-            f"{request.model}: needs {request.lease_bytes} bytes, the largest card has {fields['largest']} for it",
+            f"{request.model}: needs {request.lease_bytes} bytes, "
+            f"the largest card has {fields['largest']} for it",
             needed_bytes=request.lease_bytes,
             largest_bytes=int(fields["largest"]),
         )
     details: dict[str, str] = {
         "key_reused": "this Idempotency-Key was used with other inputs; use a new key",
-        "result_expired": "the answer under this Idempotency-Key is no longer stored; the key never runs again",
+        "result_expired": "the answer under this Idempotency-Key is no longer stored; it never runs again",
         "cancelled": "this request was given up before it arrived",
     }
     return errors.by_code(code)(details[code], job_id=fields.get("job"))
@@ -96,13 +97,20 @@ async def abandon(store: Store, *, job_id: str | None, client: str, tenant: str,
     name = tombstone if key is None else store.keys.idempotency(tenant, key)
     await store.run(
         "abandon",
-        {"client": client, "job": job_id or client, "keyed": True if key is not None else None},
+        {
+            "client": client,
+            "job": job_id or client,
+            "keyed": True if key is not None else None,
+            "unknown": True if job_id is None else None,
+        },
         keys=(store.keys.job(job_id or client), name, tombstone),
     )
 
 
 async def cancel(store: Store, job_id: str, *, tenant: str | None = None, force: bool = False) -> JobView:
-    """End a job for all its clients; a finished one is returned as it is. tenant None: an operator. Raises UnknownJob."""
+    """End a job for all its clients; a finished one is returned as it is. tenant None: an operator. Raises
+    UnknownJob.
+    """
     reply = await store.run(
         "cancel",
         {"id": job_id, "tenant": tenant, "force": True if force else None},

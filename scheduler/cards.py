@@ -1,7 +1,7 @@
 """What an agent asks of the ledger: take a card, claim, finish, beat, leave.
 
-One sequence number per session covers claim, finish and card_down, with one call outstanding. A call whose outcome is
-unknown (errors.StoreUnavailable) is repeated with the same number: it gets the same answer.
+One sequence number per session covers claim, finish and card_down, with one call outstanding. A call whose
+outcome is unknown (errors.StoreUnavailable) is repeated with the same number: it gets the same answer.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def _starts(starts: Sequence[Start]) -> list[dict[str, Any]]:
 async def register(
     store: Store, registration: CardRegistration, *, state: str = "starting", reason: str | None = None
 ) -> int:
-    """Take the card; what its former session left is requeued, its leases end. Returns Redis ms. Raises CardTaken.
+    """Take the card; what its former session left is requeued, its leases end. Returns Redis ms. Raises
+    CardTaken.
 
     Call it when the former work is off the card and the sample was read after that.
     """
@@ -126,7 +127,8 @@ async def register(
         )
         if reply.status == "taken":
             raise CardTaken(
-                f"card {given.card} is held by another live agent (its session lasts {reply.fields['left_ms']} ms more); "
+                f"card {given.card} is held by another live agent "
+                f"(its session lasts {reply.fields['left_ms']} ms more); "
                 "stop that agent first"
             )
         if not reply.fields["more"]:
@@ -231,7 +233,9 @@ async def finish(
     sample: Sample | None = None,
     want: int,
 ) -> Handout:
-    """Report up to 16 jobs and take the next. verdicts answer the reports in order. Raises SessionLost, StaleSeq."""
+    """Report up to 16 jobs and take the next. verdicts answer the reports in order. Raises SessionLost,
+    StaleSeq.
+    """
     told, blobs = _reports(reports)
     reply = await store.run(
         "finish",
@@ -260,7 +264,9 @@ async def card_down(
     reports: Sequence[Report] = (),
     starts: Sequence[Start] = (),
 ) -> Handout:
-    """Before a kill: nothing is granted until a beat says ready with a fresh sample. Raises SessionLost, StaleSeq."""
+    """Before a kill: nothing is granted until a beat says ready with a fresh sample. Raises SessionLost,
+    StaleSeq.
+    """
     told, blobs = _reports(reports)
     reply = await store.run(
         "card_down",
@@ -327,8 +333,9 @@ async def emit(
     attempt: int,
     events: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> bool:
-    """Progress and streamed output, (type, data) each. False: fenced off. Not repeated on an unknown outcome: an event that is
-    lost is no harm, one that comes twice would be."""
+    """Progress and streamed output, (type, data) each. False: fenced off. Not repeated on an unknown outcome:
+    an event that is lost is no harm, one that comes twice would be.
+    """
     reply = await store.run(
         "emit",
         {
@@ -347,7 +354,7 @@ async def emit(
 
 
 class WakeListener:
-    """Blocks on a card's wake list over a connection of its own. A token is a hint; the tables are the truth."""
+    """Blocks on a card's wake list over a connection of its own. A token is a hint, the tables are true."""
 
     def __init__(self, store: Store, card: str, *, longest_s: float = 5.0) -> None:
         self._store = store
@@ -356,7 +363,9 @@ class WakeListener:
         self._redis = store.blocking_client(longest_s)
 
     async def wait(self, timeout_s: float) -> bool:
-        """True when there is a hint. Raises errors.StoreUnavailable. Never put a timeout of your own around it."""
+        """True when there is a hint. Raises errors.StoreUnavailable. Never put a timeout of your own around
+        it.
+        """
         popped = await self._store.guarded(
             self._redis.blpop, [self._name], max(0.05, min(timeout_s, self._longest_s))
         )

@@ -10,7 +10,9 @@ import msgpack
 
 
 def canonical(inputs: Mapping[str, Any]) -> bytes:
-    """msgpack with sorted keys of decoded inputs; `bytes` fields as raw bytes, so that the encoding of a request does not matter."""
+    """msgpack with sorted keys of decoded inputs; `bytes` fields as raw bytes, so that the encoding of a
+    request does not matter.
+    """
     packed: bytes = msgpack.packb(_sorted(inputs), use_bin_type=True)
     return packed
 

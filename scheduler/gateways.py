@@ -9,7 +9,7 @@ from scheduler.store import Store
 
 @dataclass(frozen=True, slots=True)
 class GatewayBeat:
-    """models_stamp changes whenever a card or a model does. more: there is more to sweep, call again at once."""
+    """models_stamp changes whenever a card or a model does. more: more to sweep, call again at once."""
 
     now_ms: int
     models_stamp: int
@@ -18,7 +18,9 @@ class GatewayBeat:
 
 
 async def gateway_beat(store: Store, worker: str) -> GatewayBeat:
-    """Once a second per worker: renews its session; sweeps deadlines, ended sessions and expired records, 16 at a time."""
+    """Once a second per worker: renews its session; sweeps deadlines, ended sessions and expired records, 16
+    at a time.
+    """
     reply = await store.run("gateway_beat", {"worker": worker}, keys=(store.keys.name("sessions"),))
     fields = reply.fields
     return GatewayBeat(reply.now_ms, int(fields["stamp"]), int(fields["ready_cards"]), bool(fields["more"]))

@@ -105,7 +105,9 @@ def _card_view(told: Mapping[str, Any], hosted: list[dict[str, Any]], now_ms: in
 
 
 async def card(store: Store, name: str) -> CardView:
-    """One card by its id, by a unique prefix of it or by its `host:0` name. Raises UnknownCard, also when several fit."""
+    """One card by its id, by a unique prefix of it or by its `host:0` name. Raises UnknownCard, also when
+    several fit.
+    """
     known = await cards(store)
     exact = [view for view in known if name in (view.id, view.name)]
     fitting = exact or [view for view in known if view.id.startswith(name)]
@@ -121,7 +123,7 @@ async def card(store: Store, name: str) -> CardView:
 
 
 async def set_card_state(store: Store, name: str, state: OperatorState, *, reason: str = "") -> CardView:
-    """Make a card ready, cordoned (nothing new is granted) or draining (and what waits on it goes elsewhere)."""
+    """Make a card ready, cordoned (nothing new is granted) or draining (what waits on it goes elsewhere)."""
     target = await card(store, name)
     while True:
         reply = await store.run(
@@ -194,13 +196,16 @@ async def models(store: Store) -> tuple[ModelView, ...]:
 
 
 async def audit(store: Store) -> Mapping[str, int]:
-    """Recompute every card's sums from its leases: card -> drift found and mended. 0 everywhere, or something is wrong."""
+    """Recompute every card's sums from its leases: card -> drift found and mended. 0 everywhere, or something
+    is wrong.
+    """
     reply = await store.run("audit", {"cards": []})
     return {card_id: int(drift) for card_id, drift in reply.fields["drift"] or ()}
 
 
 async def totals(store: Store) -> Mapping[str, int]:
-    """The pool's counters: submitted, joined, replayed, granted, runs, runs_again, settled.<state>, code.<code>, refused.<code>,
-    requeued.<event>, settled_twice, drift, graces, sessions_lost, client_left."""
+    """The pool's counters: submitted, joined, replayed, granted, runs, runs_again, settled.<state>,
+    code.<code>, refused.<code>, requeued.<event>, settled_twice, drift, graces, sessions_lost, client_left.
+    """
     raw = await store.guarded(store.redis.hgetall, store.keys.name("stats"))
     return {name.decode(): int(value) for name, value in raw.items()}

@@ -19,7 +19,9 @@ def unknown(job_id: str) -> errors.Refused:
 
 
 def outcome_of(fields: Mapping[str, Any], result: bytes | None) -> Outcome:
-    """The outcome that `lua/_lib/settle.lua` told; result: the stored bytes, empty or None when there are none."""
+    """The outcome that `lua/_lib/settle.lua` told; result: the stored bytes, empty or None when there are
+    none.
+    """
     retry_ms = int(fields.get("retry_ms", 0))
     return Outcome(
         job_id=fields["id"],
@@ -95,7 +97,8 @@ async def view(
     watch: tuple[str, str] | None = None,
     events: bool = False,
 ) -> JobView:
-    """One job. watch=(worker, client id): that worker's stream is told when it settles, with events=True also of news.
+    """One job. watch=(worker, client id): that worker's stream is told when it settles, with events=True also
+    of news.
 
     tenant None: an operator. Raises UnknownJob, also for another tenant's job.
     """
@@ -114,7 +117,9 @@ async def unwatch(store: Store, job_id: str, *, client: str) -> None:
 
 
 async def outcome(store: Store, job_id: str, *, tenant: str | None = None) -> Outcome | None:
-    """How a job settled; None while it lives. A succeeded outcome without a result: the result is no longer stored."""
+    """How a job settled; None while it lives. A succeeded outcome without a result: the result is no longer
+    stored.
+    """
     reply = await _ask(store, job_id, {"tenant": tenant, "result": True})
     told = reply.fields.get("outcome")
     return outcome_of(told, reply.blobs[0]) if told else None
@@ -129,7 +134,9 @@ async def list_jobs(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[JobView]:
-    """One page, newest first. A page may be short while `next` is set. Raises errors.InvalidInput for a foreign cursor."""
+    """One page, newest first. A page may be short while `next` is set. Raises errors.InvalidInput for a
+    foreign cursor.
+    """
     after_ms, _, after_id = (cursor or "").partition("-")
     if cursor and not (after_ms.isdigit() and after_id):
         raise errors.InvalidInput(f"cursor {cursor!r} is not one that a former page gave")

@@ -2,34 +2,37 @@
 
 Everything lives under one hash tag, so that a pool is one cluster slot:
 
-vg:{pool}:meta           hash    time, incarnation, sum of stored results, stamps          owner: the pool
-vg:{pool}:stats          hash    counters since the pool began                             owner: the pool
-vg:{pool}:limits         hash    waiting jobs and payload bytes by pool, model, tenant     owner: the live jobs
-vg:{pool}:rate           hash    measured grants per class                                 owner: the models
-vg:{pool}:sessions       zset    c:<card> | g:<worker> -> end of its session               owner: the sessions
-vg:{pool}:cards          zset    card -> last seen                                         owner: the cards, 7 days
-vg:{pool}:card:<card>    hash    state, sample, sums (lease.lua)                           owner: cards
-vg:{pool}:host:<card>    string  what it hosts, msgpack                                    owner: cards
-vg:{pool}:leases:<card>  hash    lease id -> record, msgpack                               owner: cards
-vg:{pool}:ready:<card>   list    jobs leased and not handed out                            owner: cards
-vg:{pool}:wake:<card>    list    a hint that there is work                                 TTL
-vg:{pool}:models         zset    model -> last seen                                        owner: the models, 7 days
-vg:{pool}:model:<model>  hash    version -> descriptor, msgpack                            owner: models
-vg:{pool}:on:<class>     set     the cards that know a class                               owner: cards
-vg:{pool}:classes        set     classes with waiters                                      owner: the waiters
-vg:{pool}:q:<class>      zset    waiting jobs by effective time                            owner: the waiters
-vg:{pool}:jobs           zset    every job by creation                                     owner: the jobs
-vg:{pool}:job:<id>       hash    the record (job.lua)                                      live, then TTL
-vg:{pool}:pay:<id>       string  inputs                                                    live job, then gone or TTL
-vg:{pool}:res:<id>       string  result                                                    TTL
-vg:{pool}:ev:<id>        stream  progress and output                                       TTL
-vg:{pool}:deadlines      zset    live jobs by their next clock                             owner: the live jobs
-vg:{pool}:results        zset    <id>:<bytes> by expiry                                    owner: the results
-vg:{pool}:expiry         zset    settled jobs by the end of their record                   owner: the records
-vg:{pool}:gwj:<worker>   set     synchronous jobs without a key                            owner: the gateway's session
-vg:{pool}:st:<worker>    stream  what a gateway worker is told                             TTL
-vg:{pool}:key:<digest>   string  fingerprint and job id                                    TTL
-vg:{pool}:tomb:<client>  string  a submit that was given up                                TTL
+vg:{pool}:meta          hash    time, incarnation, sum of stored results, stamps   owner: the pool
+vg:{pool}:stats         hash    counters since the pool began                      owner: the pool
+vg:{pool}:limits        hash    waiting jobs and payload bytes by pool, model, tenantowner: the live jobs
+vg:{pool}:rate          hash    measured grants per class                          owner: the models
+vg:{pool}:sessions      zset    c:<card> | g:<worker> -> end of its session        owner: the sessions
+vg:{pool}:cards         zset    card -> last seen                                  owner: the cards, 7 days
+vg:{pool}:card:<card>   hash    state, sample, sums (lease.lua)                    owner: cards
+vg:{pool}:host:<card>   string  what it hosts, msgpack                             owner: cards
+vg:{pool}:leases:<card> hash    lease id -> record, msgpack                        owner: cards
+vg:{pool}:ready:<card>  list    jobs leased and not handed out                     owner: cards
+vg:{pool}:wake:<card>   list    a hint that there is work                          TTL
+vg:{pool}:models        zset    model -> last seen                                 owner: the models, 7 days
+vg:{pool}:model:<model> hash    version -> descriptor, msgpack                     owner: models
+vg:{pool}:on:<class>    set     the cards that know a class                        owner: cards
+vg:{pool}:classes       set     classes with waiters                               owner: the waiters
+vg:{pool}:q:<class>     zset    waiting jobs by effective time                     owner: the waiters
+vg:{pool}:jobs          zset    every job by creation                              owner: the jobs
+vg:{pool}:job:<id>      hash    the record (job.lua)                               live, then TTL
+vg:{pool}:pay:<id>      string  inputs                                             live job, then gone or TTL
+vg:{pool}:res:<id>      string  result                                             TTL
+vg:{pool}:ev:<id>       stream  progress and output                                TTL
+vg:{pool}:deadlines     zset    live jobs by their next clock                      owner: the live jobs
+vg:{pool}:results       zset    <id>:<bytes> by expiry                             owner: the results
+vg:{pool}:delivered     zset    <id>:<bytes> by expiry, of answers without a key   owner: the results
+vg:{pool}:letters       zset    <id>:<bytes> by expiry, inputs of failed jobs      owner: the dead letters
+vg:{pool}:up:<lease>    string  a large result before finish adopts it             TTL
+vg:{pool}:expiry        zset    settled jobs by the end of their record            owner: the records
+vg:{pool}:gwj:<worker>  set     synchronous jobs without a key                     owner: its session
+vg:{pool}:st:<worker>   stream  what a gateway worker is told                      TTL
+vg:{pool}:key:<digest>  string  fingerprint and job id                             TTL
+vg:{pool}:tomb:<client> string  a submit that was given up                         TTL
 """
 
 from __future__ import annotations

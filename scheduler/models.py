@@ -1,7 +1,7 @@
 """The value objects that pass between gateways, agents, operators and the ledger.
 
-Bytes are integers below 2**53, times are milliseconds of Redis time unless the name says otherwise. Everything here is
-frozen: a newer state is a new object.
+Bytes are integers below 2**53, times are milliseconds of Redis time unless the name says otherwise.
+Everything here is frozen: a newer state is a new object.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ T = TypeVar("T")
 class SubmitRequest:
     """One call of infer, validated and measured by a gateway.
 
-    job_id: fresh 32 hex characters; also the id of this client: `abandon` names it. When the submit joins another job, the
-    client id stays this one. inputs: canonical msgpack. lease_bytes: the estimate. units: the measured units, for batching.
+    job_id: fresh 32 hex characters; also the id of this client: `abandon` names it. When the submit joins
+    another job, the client id stays this one. inputs: canonical msgpack. lease_bytes: the estimate. units:
+    the measured units, for batching.
     """
 
     job_id: str
@@ -87,7 +88,8 @@ class Submitted:
 class JobView:
     """A job as anybody may see it. Times are Redis ms, None where it has not happened.
 
-    why: the reason why it waits (`no_ready_card`, `card_full`, `slots`, `behind`, `reserved`, `previous_run`), None when it does not.
+    why: the reason why it waits (`no_ready_card`, `card_full`, `slots`, `behind`, `reserved`,
+    `previous_run`), None when it does not.
     """
 
     id: str
@@ -127,7 +129,8 @@ class Sample:
     """One stamped memory reading of a card (3-memory-and-agent.md, "What may be granted").
 
     own = reserved + context; all bytes. read_ms: Redis time of the reading, as the agent reckons it.
-    used_by_lease: external lease id -> measured use of its process tree; None where processes are not visible.
+    used_by_lease: external lease id -> measured use of its process tree; None where processes are not
+    visible.
     """
 
     read_ms: int
@@ -145,8 +148,9 @@ class Sample:
 class HostedModel:
     """A model on a card: what an agent publishes of it at registration and in beats.
 
-    slots: how many jobs of it may be leased on this card at once (lanes x max_batch + one prefetched batch, or its
-    `concurrency`). resident_bytes: weights and what one lane needs however small the input. lease = c0_item + c1 x units.
+    slots: how many jobs of it may be leased on this card at once (lanes x max_batch + one prefetched batch,
+    or its `concurrency`). resident_bytes: weights and what one lane needs however small the input. lease =
+    c0_item + c1 x units.
     """
 
     name: str
@@ -201,10 +205,11 @@ OutcomeKind = Literal["succeeded", "failed", "ended", "give_back", "oom", "crash
 class Report:
     """What became of one handed-out job, said by the holder of its lease.
 
-    kind: succeeded (result), failed (code + detail of a final failure), ended (a cancelled or timed-out job is off the card; if the ledger still
-    holds it live, it is requeued), give_back (never started; requeued without a count), oom (requeued alone once, then failed),
-    crashed (alone says whether it ran alone), killed (was in a child that was killed because of others; requeued without a count).
-    result: msgpack; sent inline up to 64 KiB, larger ones are stored by `results.put` first and is_stored is True.
+    kind: succeeded (result), failed (code + detail of a final failure), ended (a cancelled or timed-out job
+    is off the card; if the ledger still holds it live, it is requeued), give_back (never started; requeued
+    without a count), oom (requeued alone once, then failed), crashed (alone says whether it ran alone),
+    killed (was in a child that was killed because of others; requeued without a count). result: msgpack; sent
+    inline up to 64 KiB, larger ones are stored by `results.put` first and is_stored is True.
     """
 
     job_id: str
@@ -224,7 +229,8 @@ class Report:
 class HandedJob:
     """A job that claim or finish hands to an agent. inputs is None when it must be read by `jobs.payload`.
 
-    alone: run it alone in the child. The *_left_ms count from the reply. is_taken_back jobs never appear here.
+    alone: run it alone in the child. The *_left_ms count from the reply. is_taken_back jobs never appear
+    here.
     """
 
     job_id: str
@@ -244,7 +250,8 @@ class HandedJob:
 
 @dataclass(frozen=True, slots=True)
 class Handout:
-    """The answer to claim and finish. verdicts: per report `ok`, `settled` (it had been settled before) or `stale` (fenced off).
+    """The answer to claim and finish. verdicts: per report `ok`, `settled` (it had been settled before) or
+    `stale` (fenced off).
 
     more: the ledger has more to do for this card at once: call again. now_ms: Redis time of the answer.
     """
@@ -259,7 +266,8 @@ class Handout:
 class Beat:
     """One heartbeat. held: (job, lease) pairs that the agent holds, until their finish is acknowledged.
 
-    applied_seq: the last claim/finish whose answer the agent has taken in. state: `ready`, `starting`, `down` or `draining`, with a reason.
+    applied_seq: the last claim/finish whose answer the agent has taken in. state: `ready`, `starting`, `down`
+    or `draining`, with a reason.
     """
 
     state: Literal["ready", "starting", "down", "draining"]
@@ -283,7 +291,9 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class BeatAnswer:
-    """What the ledger tells an agent: Redis time, cancels, jobs to give back when not started, the operator's wish."""
+    """What the ledger tells an agent: Redis time, cancels, jobs to give back when not started, the operator's
+    wish.
+    """
 
     now_ms: int
     cancels: tuple[Cancel, ...]
@@ -295,7 +305,9 @@ class BeatAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """The ledger identity of a card: usable = resident + jobs + external + lingering + foreign + overrun + withheld + reserved_for_head + grantable."""
+    """The ledger identity of a card: usable = resident + jobs + external + lingering + foreign + overrun +
+    withheld + reserved_for_head + grantable.
+    """
 
     usable: int
     resident: int
@@ -311,7 +323,9 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class CardView:
-    """A card as the ledger knows it. state: ready, starting, down, draining, cordoned or lost; reason says why it is not ready."""
+    """A card as the ledger knows it. state: ready, starting, down, draining, cordoned or lost; reason says
+    why it is not ready.
+    """
 
     id: str
     host: str
@@ -337,7 +351,9 @@ class CardView:
 
 @dataclass(frozen=True, slots=True)
 class LeaseView:
-    """A live lease. kind: job (later: external). state: leased, handed, running or ending (its job is settled already)."""
+    """A live lease. kind: job (later: external). state: leased, handed, running or ending (its job is settled
+    already).
+    """
 
     id: str
     card: str
@@ -352,7 +368,9 @@ class LeaseView:
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """A class of waiting jobs. interval_ms: measured time between two grants from it, None before the first two."""
+    """A class of waiting jobs. interval_ms: measured time between two grants from it, None before the first
+    two.
+    """
 
     model: str
     waiting: int
@@ -363,7 +381,7 @@ class QueueView:
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """A model as the pool knows it. descriptors: one per version. cards: card id -> (version, ready, reason)."""
+    """A model as the pool knows it. versions: descriptors. cards: card id -> (version, ready, reason)."""
 
     name: str
     last_seen_ms: int

@@ -1,7 +1,8 @@
 """Results by stream: one stream per gateway worker, read by one connection, never a connection per request.
 
-The stream is the fast path, the job's record is the truth: after a reconnect, another server, or a stream that is missing
-or shorter than what was read, the reader starts at 0 and checks every pending id; at all times it checks some of them.
+The stream is the fast path, the job's record is the truth: after a reconnect, another server, or a stream
+that is missing or shorter than what was read, the reader starts at 0 and checks every pending id; at all
+times it checks some of them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BATCH = 256
 CHECK_INTERVAL_S = 1.0
 CHECKED_PER_INTERVAL = 16
 SETTLED_EARLY = 4096
-"""Outcomes remembered for a caller that will ask a moment later: the answer can overtake the reply of submit."""
+"""Outcomes remembered for a caller that asks a moment later: the answer can overtake the reply of submit."""
 
 
 @dataclass(slots=True)
@@ -41,10 +42,10 @@ class _Pending:
     news: set[asyncio.Event] = field(default_factory=set)
 
 
-async def put(store: Store, job_id: str, result: bytes) -> None:
-    """Store a large result before finish adopts it under its fence."""
+async def put(store: Store, lease_id: str, result: bytes) -> None:
+    """Store a large result under the lease of its run; finish adopts it for the job, under the fence."""
     ttl_ms = round(store.settings.retention.result_ttl_s * 1000)
-    await store.guarded(lambda: store.redis.set(store.keys.name("res", job_id), result, px=ttl_ms))
+    await store.guarded(lambda: store.redis.set(store.keys.name("up", lease_id), result, px=ttl_ms))
 
 
 class ResultReader:
@@ -90,7 +91,9 @@ class ResultReader:
         return len(self._pending)
 
     def expect(self, job_id: str) -> asyncio.Future[Outcome]:
-        """The outcome of a job, once it settles. Shared by all waiters of this worker: shield it. Pair it with `forget`."""
+        """The outcome of a job, once it settles. Shared by all waiters of this worker: shield it. Pair it
+        with `forget`.
+        """
         pending = self._pending.get(job_id)
         if pending is None:
             pending = self._pending[job_id] = _Pending(asyncio.get_running_loop().create_future())
@@ -146,7 +149,7 @@ class ResultReader:
             {self._stream: self._last}, count=BATCH, block=round(BLOCK_S * 1000)
         )
         if not answer:
-            # Nothing for a whole block: a stream that was lost with its server and began anew has lower ids than ours.
+            # Nothing for a whole block: a stream that was lost with its server begins anew with lower ids.
             newest: Any = await self._redis.xrevrange(self._stream, count=1)
             if newest and _order(newest[0][0]) < _order(self._last.encode()):
                 self._must_check_all = True
@@ -218,7 +221,9 @@ class ResultReader:
 
 
 def _nowhere(job_id: str) -> Outcome:
-    """A job that the ledger does not know: told `lost`; nobody resubmits it, because an agent may still run it."""
+    """A job that the ledger does not know: told `lost`; nobody resubmits it, because an agent may still run
+    it.
+    """
     detail = f"job {job_id}: the ledger has no record of it; ask again with the same key"
     return Outcome(
         job_id=job_id,

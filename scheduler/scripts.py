@@ -1,6 +1,8 @@
-"""Loads `lua/`: one operation per file, helpers of `lua/_lib/` expanded where the header's `-- include:` line names them.
+"""Loads `lua/`: one operation per file, helpers of `lua/_lib/` expanded where the header's `-- include:` line
+names them.
 
-The text is constant: arguments travel in ARGV, never in the script, so that a server's script cache holds one copy.
+The text is constant: arguments travel in ARGV, never in the script, so that a server's script cache holds one
+copy.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def _comments_away(text: str) -> str:
 
 @cache
 def load(name: str) -> Script:
-    """The script `lua/<name>.lua` with its helpers. Raises FileNotFoundError for an unknown name or helper."""
+    """The script `lua/<name>.lua` with its helpers. Raises FileNotFoundError where there is none."""
     text = (LUA / f"{name}.lua").read_text(encoding="utf-8")
     found = _INCLUDE.search(text)
     helpers = found["names"].split() if found else []

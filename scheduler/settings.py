@@ -1,8 +1,8 @@
 """Every setting of vramgate: name, default, bound and help in one place.
 
-Precedence: flags over environment (`VRAMGATE_A__B`) over `vramgate.toml` over these defaults. An unknown key is an error
-that suggests the nearest known one; a bad value names itself, its bound and what was given. `docs/configuration.md` is
-generated from this module.
+Precedence: flags over environment (`VRAMGATE_A__B`) over `vramgate.toml` over these defaults. An unknown key
+is an error that suggests the nearest known one; a bad value names itself, its bound and what was given.
+`docs/configuration.md` is generated from this module.
 """
 
 from __future__ import annotations
@@ -220,7 +220,9 @@ class _TomlSource(PydanticBaseSettingsSource):
 
 
 def load_settings(config: Path | None = None, **overrides: Any) -> Settings:
-    """Read flags (`overrides`, nested dicts allowed, None means not given), environment and file. Raises ConfigError in one line."""
+    """Read flags (`overrides`, nested dicts allowed, None means not given), environment and file. Raises
+    ConfigError in one line.
+    """
     path = config or Path(os.environ.get("VRAMGATE_CONFIG", DEFAULT_FILE))
     if config is not None and not path.is_file():
         raise ConfigError(f"configuration file {path} does not exist")

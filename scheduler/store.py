@@ -1,8 +1,9 @@
-"""One pool on one server: connections, scripts, retries. Owns every Redis command of vramgate; knows no rule of the ledger.
+"""One pool on one server: connections, scripts, retries. Owns every Redis command of vramgate; knows no rule
+of the ledger.
 
-redis-py's defaults are wrong for a queue, so each is stated here: a bounded pool whose callers wait, short timeouts,
-health checks, no hidden retries of commands. What is retried is the call of a script, because every script is idempotent
-by an id or a number that its caller chose (`emit` is not, and is not retried).
+redis-py's defaults are wrong for a queue, so each is stated here: a bounded pool whose callers wait, short
+timeouts, health checks, no hidden retries of commands. What is retried is the call of a script, because every
+script is idempotent by an id or a number that its caller chose (`emit` is not, and is not retried).
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ logger = logging.getLogger("vramgate.ledger")
 
 RETRIES = 2
 LEASE_IDS = 16
+FLUSHES = 2
+"""How often a script may be gone although it was just loaded, before its text is sent with the call."""
 _UNAVAILABLE = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError)
 
 
@@ -104,7 +107,7 @@ def _script_settings(settings: Settings) -> bytes:
 
 
 class Store:
-    """A pool's ledger. Every call raises errors.StoreUnavailable while the server does not answer or is full."""
+    """A pool's ledger. Calls raise errors.StoreUnavailable while the server is silent or full."""
 
     def __init__(self, settings: Settings, *, max_connections: int | None = None) -> None:
         self.settings = settings
@@ -116,11 +119,15 @@ class Store:
         self._script_settings = _script_settings(settings)
         self._run_id: str | None = None
         self._recovering = asyncio.Lock()
+        self._loading = asyncio.Lock()
+        self._loads = 0
         self._is_checked = False
 
     @classmethod
     async def connect(cls, settings: Settings, *, max_connections: int | None = None) -> Self:
-        """A store whose server was reached and found fit. Raises BadStore or errors.StoreUnavailable in one line."""
+        """A store whose server was reached and found fit. Raises BadStore or errors.StoreUnavailable in one
+        line.
+        """
         store = cls(settings, max_connections=max_connections)
         try:
             await store.check()
@@ -154,7 +161,7 @@ class Store:
         return self._client(1, timeout_s=block_s + self.settings.redis.command_timeout_s + 3.0)
 
     async def _on_connect(self, connection: Connection) -> None:
-        """Compare the server's run id on every new connection: another server may stand behind the name now."""
+        """Compare the server's run id on each new connection: another server may stand behind the name."""
         await connection.on_connect()
         await connection.send_command("INFO", "server")
         info = await connection.read_response()
@@ -162,12 +169,21 @@ class Store:
         run_id = next(
             (line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("run_id:")), "?"
         )
-        if run_id != self._run_id:
-            self._run_id = run_id
-            self._is_checked = False
+        if run_id == self._run_id:
+            return
+        self._is_checked = False
+        if self._run_id is not None:
+            # Before anything else is asked of it: what this server lost must not be granted upon.
+            recover = (scripts.load("recover").text, 1, self.keys.meta, pack({"run_id": run_id}))
+            await connection.send_command("EVAL", *recover, self._script_settings)
+            await connection.read_response()
+            log_event(logger, "ledger_changed_server", run_id=run_id)
+        self._run_id = run_id
 
     async def check(self) -> None:
-        """Reach the server, test that it can hold a ledger, load the scripts, audit once after a change of server."""
+        """Reach the server, test that it can hold a ledger, load the scripts, audit once after a change of
+        server.
+        """
         await self._guard(self.redis.ping)
         if not self._is_checked:
             await self._check_server()
@@ -204,6 +220,13 @@ class Store:
         """The server's address without its password."""
         address = self.settings.redis_url.rsplit("@", 1)
         return address[0] if len(address) == 1 else address[0].split("://", 1)[0] + "://" + address[1]
+
+    async def _reload_scripts(self, loads: int) -> None:
+        """Once for all who met NOSCRIPT at the same time. loads: as counted before the call that failed."""
+        async with self._loading:
+            if self._loads == loads:
+                await self._load_scripts()
+                self._loads += 1
 
     async def _load_scripts(self) -> None:
         async with self.redis.pipeline(transaction=False) as pipe:
@@ -249,7 +272,9 @@ class Store:
         blobs: Sequence[bytes] = (),
         is_idempotent: bool = True,
     ) -> Reply:
-        """Run lua/<name>.lua. args: no None inside lists. Raises errors.StoreUnavailable, errors.Internal for a script's own fault."""
+        """Run lua/<name>.lua. args: no None inside lists. Raises errors.StoreUnavailable, errors.Internal for
+        a script's own fault.
+        """
         if not self._is_checked:
             await self.check()
         retry = Retry(
@@ -266,7 +291,7 @@ class Store:
             reply: Reply = await self._guard(lambda: retry.call_with_retry(call, failed))
         except ResponseError as error:
             log_event(logger, "script_failed", level=logging.ERROR, script=name, error=str(error))
-            await self._call("audit", {"cards": []}, (), ())
+            await self._guard(lambda: self._call("audit", {"cards": []}, (), ()))
             raise errors.Internal(f"the ledger's operation {name} failed: {error}") from error
         if not self._is_checked:
             await self._check_server()
@@ -280,11 +305,15 @@ class Store:
         lease_ids = os.urandom(16 * LEASE_IDS).hex() if script.needs_lease_ids else ""
         given = {field: value for field, value in args.items() if value is not None}
         argv: tuple[bytes | str, ...] = (*all_keys, pack(given), self._script_settings, lease_ids, *blobs)
-        try:
-            raw = await self.redis.evalsha(script.sha, len(all_keys), *argv)
-        except NoScriptError:
-            await self._load_scripts()
-            raw = await self.redis.evalsha(script.sha, len(all_keys), *argv)
+        for _ in range(FLUSHES):
+            loads = self._loads
+            try:
+                raw = await self.redis.evalsha(script.sha, len(all_keys), *argv)
+                break
+            except NoScriptError:
+                await self._reload_scripts(loads)
+        else:
+            raw = await self.redis.eval(script.text, len(all_keys), *argv)
         return Reply(raw[0].decode(), unpack(raw[1]), tuple(raw[2:]))
 
     async def close(self) -> None:

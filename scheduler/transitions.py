@@ -1,10 +1,11 @@
-"""The state table of a job: event x state -> new state, error code, pinned to its key or not, what it counts as.
+"""The state table of a job: event x state -> new state, error code, pinned to its key or not, what it counts
+as.
 
 One table drives Python, Lua (`lua/_lib/transitions.lua` is rendered from it) and `docs/states.md`;
 tests/ledger/test_transitions.py holds the three equal. `python -m scheduler.transitions` rewrites both files.
 
-A job's life is not its lease's life: cancel and expiry settle the caller at once, the bytes of a running lease come back
-only with the agent's own report or with a new registration of the card.
+A job's life is not its lease's life: cancel and expiry settle the caller at once, the bytes of a running
+lease come back only with the agent's own report or with a new registration of the card.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ LIVE = ("queued", "leased", "running")
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One event. code: the error code of the settled job. pinned: the key keeps this outcome and never runs again."""
+    """One event. code: the error code of the settled job. pinned: the key keeps this outcome and never runs
+    again.
+    """
 
     event: str
     sources: tuple[str, ...]
@@ -98,7 +101,8 @@ def next_state(event: str, state: str) -> str | None:
 def render_lua() -> str:
     """The text of lua/_lib/transitions.lua."""
     lines = [
-        "-- transitions: rendered from scheduler/transitions.py by `python -m scheduler.transitions`; do not edit.",
+        "-- transitions: rendered from scheduler/transitions.py by `python -m scheduler.transitions`.",
+        "-- Do not edit.",
         "local TRANSITIONS = {",
     ]
     for row in TRANSITIONS:
@@ -118,7 +122,8 @@ def render_docs() -> str:
     lines = [
         "# States of a job",
         "",
-        "Rendered from `scheduler/transitions.py` by `python -m scheduler.transitions`; a test holds them equal.",
+        "Rendered from `scheduler/transitions.py` by `python -m scheduler.transitions`.",
+        "A test holds them equal.",
         "",
         "| event | from | to | code | pinned to the key | counts as | meaning |",
         "|---|---|---|---|---|---|---|",

@@ -1,6 +1,8 @@
-"""A real server for every test: the embedded Valkey, or the redis-server that VRAMGATE_TEST_SERVER=redis asks for.
+"""A real server for every test: the embedded Valkey, or the redis-server that VRAMGATE_TEST_SERVER=redis asks
+for.
 
-One server per test process, one pool per test; after each test the pool's invariants are checked by themselves.
+One server per test process, one pool per test; after each test the pool's invariants are checked by
+themselves.
 """
 
 from __future__ import annotations
@@ -42,10 +44,21 @@ class TestServer:
         binary = _binary()
         command = [
             *(str(binary), "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.data_dir)),
-            *("--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--maxmemory-policy", "noeviction"),
+            *(
+                "--appendonly",
+                "yes",
+                "--appendfsync",
+                "everysec",
+                "--save",
+                "",
+                "--maxmemory-policy",
+                "noeviction",
+            ),
             *("--logfile", str(self.data_dir / "server.log"), "--daemonize", "no", *self.arguments),
         ]
-        self.process = subprocess.Popen(bound_to_owner(command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            bound_to_owner(command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         client = redis.Redis(port=self.port, socket_timeout=1)
         deadline = time.monotonic() + 20
         while True:

@@ -10,8 +10,28 @@ from scheduler import inventory
 from scheduler.store import Store
 
 WITHOUT_TTL = {
-    "meta", "stats", "limits", "rate", "sessions", "cards", "card", "host", "leases", "ready", "models", "model", "on", "classes", "q", "jobs", "deadlines", "results", "expiry",
-}  # fmt: skip
+    "meta",
+    "stats",
+    "limits",
+    "rate",
+    "sessions",
+    "cards",
+    "card",
+    "host",
+    "leases",
+    "ready",
+    "models",
+    "model",
+    "on",
+    "classes",
+    "q",
+    "jobs",
+    "deadlines",
+    "results",
+    "delivered",
+    "letters",
+    "expiry",
+}
 LIVE = {b"queued", b"leased", b"running"}
 
 
@@ -38,12 +58,19 @@ async def check_sums(store: Store) -> None:
 
 
 async def check_owners(store: Store) -> None:
-    """No key without an owner or a TTL; the counters of waiting jobs and payload bytes are those of the live jobs."""
+    """No key without an owner or a TTL; the counters of waiting jobs and payload bytes are those of the live
+    jobs.
+    """
     redis: Any = store.redis
     prefix = store.keys.name("")
     waiting = payload = 0
     live: set[str] = set()
-    names = [name async for name in redis.scan_iter(match=prefix.replace("{", "[{]").replace("}", "[}]") + "*", count=1000)]
+    names = [
+        name
+        async for name in redis.scan_iter(
+            match=prefix.replace("{", "[{]").replace("}", "[}]") + "*", count=1000
+        )
+    ]
     for name in names:
         kind, _, rest = name.decode().removeprefix(prefix).partition(":")
         if kind == "job" and (job := await redis.hgetall(name)) and job[b"s"] in LIVE:
@@ -63,6 +90,10 @@ async def check_owners(store: Store) -> None:
         assert ttl > 0 or ttl == -2, f"{name!r} has neither an owner nor a TTL"
     limits = await redis.hgetall(store.keys.name("limits"))
     assert int(limits.get(b"w", 0)) == waiting, f"{waiting} jobs wait, the counter says {limits.get(b'w')}"
-    assert int(limits.get(b"b", 0)) == payload, f"payloads are {payload} bytes, the counter says {limits.get(b'b')}"
+    assert int(limits.get(b"b", 0)) == payload, (
+        f"payloads are {payload} bytes, the counter says {limits.get(b'b')}"
+    )
     scheduled = {member.decode() for member in await redis.zrange(store.keys.name("deadlines"), 0, -1)}
-    assert scheduled == live, f"deadlines without a live job {scheduled - live}, live jobs without one {live - scheduled}"
+    assert scheduled == live, (
+        f"deadlines without a live job {scheduled - live}, live jobs without one {live - scheduled}"
+    )

@@ -27,7 +27,10 @@ function agent.publish(k, hosted)
     if m.ready == 1 then redis.call('HSET', key('card', k.id), 'm:' .. m.name, int(m.slots)) end
     local versions = redis.call('HKEYS', key('model', m.name))
     for i = 1, #versions - MOVE_LIMIT do
-      if redis.call('EXISTS', key('on', m.name .. '@' .. versions[i])) == 0 then redis.call('HDEL', key('model', m.name), versions[i]) end
+      if redis.call('EXISTS', key('on', m.name .. '@' .. versions[i])) == 0 then
+        redis.call('HDEL', key('model', m.name), versions[i])
+        redis.call('HDEL', key('rate'), m.name .. '@' .. versions[i])
+      end
     end
   end
   k.cl, k.re, k.sl, k.models = table.concat(classes, ' '), hosted.resident, hosted.slots, {}
@@ -66,7 +69,7 @@ function agent.starts(k, starts)
       lease.put(k.id, start.lease, record)
       local j = job.load(start.job)
       if j and j.l == start.lease and job.set_state(start.job, j, 'start') then
-        job.set(start.job, j, 'rs', int(NOW - math.max(start.age, 0)))
+        job.set(start.job, j, 'rs', int(math.max(NOW - math.max(start.age, 0), record[lease.GRANTED])))
         job.schedule(start.job, j)
         job.tell(start.job, j, true, 'n', 'running')
         count('runs')
@@ -77,9 +80,11 @@ function agent.starts(k, starts)
 end
 
 -- One stamped reading. foreign and overrun are computed against the leases held at this instant; a reading that is older
--- than the last one says nothing new.
+-- than the last one, or than the moment at which the card went down, says nothing new.
 function agent.sample(k, s)
-  if not s or s.read < k.sm then return end
+  if not s or s.read < math.max(k.sm, k.sf) then return end
+  -- A reading from the future would count as fresh for too long and shut out the ones after it.
+  s.read = math.min(s.read, NOW)
   local seen, leased_external = 0, 0
   local foreign
   if s.by_lease then
@@ -140,16 +145,33 @@ local FAILURES = {
   model_error = true, rejected_by_model = true, non_finite = true, output_too_large = true, run_timeout = true, internal = true,
 }
 
+-- Jobs that reports brought back into the queue; placed when the sample that came with the reports is known.
+local came_back = {}
+
+function agent.place_back()
+  for _, back in ipairs(came_back) do
+    if back.card ~= '' then
+      place.pump(back.card)
+      wake(back.card)
+    end
+    if redis.call('HGET', key('job', back.id), 's') == 'queued' then place.requeued(back.id, back.j) end
+  end
+  came_back = {}
+end
+
 -- Takes one report under the fence of its lease id. Returns ok, settled (the callers had their answer) or stale.
+-- A stored result lies under the lease, not under the job: what a fenced-off agent stores never meets the answer.
 function agent.report(k, r)
+  local stored = r.result_bytes and key('up', r.lease)
   local record = lease.get(k.id, r.lease)
-  if not record or record[lease.JOB] ~= r.job then return 'stale' end
-  lease.release(k, r.lease, record)
-  local id, j = r.job, job.load(r.job)
-  if not j or j.l ~= r.lease then return 'stale' end
-  if not job.is_live(j) then
+  local id = r.job
+  local j = record and record[lease.JOB] == id and job.load(id)
+  if record and record[lease.JOB] == id then lease.release(k, r.lease, record) end
+  if not j or j.l ~= r.lease or not job.is_live(j) then
+    if stored then redis.call('DEL', stored) end
+    if not j or j.l ~= r.lease then return 'stale' end
     local next_id, n = settle.lease_ended(id, j)
-    if next_id then place.requeued(next_id, n) end
+    if next_id then came_back[#came_back + 1] = { id = next_id, j = n, card = '' } end
     return 'settled'
   end
   local extra = { peak = r.peak, run_ms = r.run_ms, detail = r.detail }
@@ -157,13 +179,13 @@ function agent.report(k, r)
     if r.result_index then
       extra.result = ARGV[r.result_index]
     else
-      if redis.call('EXISTS', key('res', id)) == 0 then
-        agent.requeue(id, j, 'unheld')
-        return 'ok'
-      end
-      extra.stored_bytes = r.result_bytes
+      extra.stored = stored
     end
-    settle.job(id, j, 'succeed', extra)
+    if extra.result or (stored and redis.call('EXISTS', stored) == 1) then
+      settle.job(id, j, 'succeed', extra)
+    else
+      agent.requeue(id, j, 'unheld')
+    end
   elseif r.kind == 'failed' then
     local event = FAILURES[r.code] and r.code or 'internal'
     settle.job(id, j, event == 'internal' and 'failed_inside' or event, extra)
@@ -176,20 +198,13 @@ function agent.report(k, r)
   else
     agent.requeue(id, j, 'give_back')
   end
-  if job.is_live(j) then
-    local recalled_for = record[lease.RECALL]
-    if recalled_for ~= '' then
-      place.pump(recalled_for)
-      wake(recalled_for)
-    elseif j.al or r.kind == 'give_back' then
-      place.requeued(id, j)
-    end
-  end
+  if job.is_live(j) then came_back[#came_back + 1] = { id = id, j = j, card = record[lease.RECALL] } end
   return 'ok'
 end
 
 -- An idle card takes over what is leased elsewhere and not handed out, and asks for what was handed out and has not started.
 function agent.take_over(k)
+  if not has_lease_id() then return end
   for class in string.gmatch(k.cl, '%S+') do
     for _, other in ipairs(redis.call('SMEMBERS', key('on', class))) do
       if other ~= k.id then
@@ -211,20 +226,23 @@ function agent.take_over(k)
   end
 end
 
+-- One at a time: a card that asks again while its wish is under way would drain the other.
 function agent.recall(k, o, class)
   local all = redis.call('HGETALL', key('leases', o.id))
+  local chosen, chosen_lease
   for i = 1, #all, 2 do
     local record = cmsgpack.unpack(all[i + 1])
-    if record[lease.HANDED] > 0 and record[lease.STARTED] == 0 and record[lease.ENDING] == 0 and record[lease.RECALL] == '' then
+    if record[lease.HANDED] > 0 and record[lease.STARTED] == 0 and record[lease.ENDING] == 0 then
+      if record[lease.RECALL] == k.id then return end
       local id = record[lease.JOB]
-      local j = job.load(id)
-      if j and j.c == class and j.l == all[i] and not lease.obstacle(k, id, j) then
-        record[lease.RECALL] = k.id
-        lease.put(o.id, all[i], record)
-        wake(o.id)
-        return
-      end
+      local j = not chosen and record[lease.RECALL] == '' and job.load(id)
+      if j and j.c == class and j.l == all[i] and not lease.obstacle(k, id, j) then chosen, chosen_lease = record, all[i] end
     end
+  end
+  if chosen then
+    chosen[lease.RECALL] = k.id
+    lease.put(o.id, chosen_lease, chosen)
+    wake(o.id)
   end
 end
 

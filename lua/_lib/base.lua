@@ -54,7 +54,7 @@ local function begin_writes()
   note_time()
 end
 
-local function count(name, by) redis.call('HINCRBY', key('stats'), name, by or 1) end
+local function count(name, by) redis.call('HINCRBY', key('stats'), name, int(by or 1)) end
 
 -- A reply: status, then one msgpack map, then binary strings that must not pass through text decoding.
 local function reply(status, fields, ...)
@@ -68,16 +68,16 @@ local function wake(card)
   if redis.call('LPUSH', name, '1') > 1 then
     redis.call('LTRIM', name, 0, 0)
   else
-    redis.call('PEXPIRE', name, CFG.session_ms)
+    redis.call('PEXPIRE', name, int(CFG.session_ms))
   end
 end
 
 -- Fresh random ids for leases, made by the caller because Lua cannot make any.
 local ids_used = 0
+local function has_lease_id() return (ids_used + 1) * 32 <= #(ARGV[3] or '') end
+
 local function take_lease_id()
+  if not has_lease_id() then return nil end
   ids_used = ids_used + 1
-  local pool = ARGV[3] or ''
-  local id = string.sub(pool, ids_used * 32 - 31, ids_used * 32)
-  if #id == 32 then return id end
-  return nil
+  return string.sub(ARGV[3], ids_used * 32 - 31, ids_used * 32)
 end

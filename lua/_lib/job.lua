@@ -1,12 +1,14 @@
 -- job: the record of a job, its state, its deadlines and its place in the queue.
 -- Fields of job:<id> are short so that a waiting job stays in one listpack:
---   m model (without version), c class, s state, n bytes, u units, p priority, t tenant, k key record's name, pb payload bytes
+--   m model (without version), c class, s state, n bytes, u units, p priority, t tenant, k digest of its key, pb payload bytes
 --   a attempt, ct created, ws wait started, wl/rl/tl the three limits, sc score, sy 1 = synchronous, gw its gateway worker
 --   d card, l lease, gr granted, rs run started, np times passed, rv card that is reserved for it, cr crashes, ls losses, oo OOM seen
 --   al alone, ab abandoned until, bl waits for the end of its key's former run, nx the job that waits for this one's end
 --   nc clients, c:<client> = worker, v:<client> = worker that watches, e:<client> = worker that watches events
 --   st settled, co code, er detail, pk peak bytes, rt run ms, rb result bytes, rx result no longer stored, rq request id
 local job = {}
+
+local STREAM_TTL_MS = 120000
 
 function job.load(id)
   local flat = redis.call('HGETALL', key('job', id))
@@ -109,6 +111,6 @@ function job.tell(id, j, events_only, ...)
   for _, worker in ipairs(job.watchers(j, events_only)) do
     local stream = key('st', worker)
     redis.call('XADD', stream, 'MAXLEN', '~', 4096, '*', 'j', id, ...)
-    redis.call('PEXPIRE', stream, 120000)
+    redis.call('PEXPIRE', stream, int(STREAM_TTL_MS))
   end
 end

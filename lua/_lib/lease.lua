@@ -5,7 +5,7 @@ local lease = { BYTES = 1, JOB = 2, GRANTED = 3, HANDED = 4, STARTED = 5, ENDING
 
 local CARD_FIELDS = {
   'sid', 'op', 'ag', 'hr', 'sl', 'sm', 'to', 'dr', 'cx', 'fo', 'ov', 're', 'ex', 'li', 'jb', 'nj', 'fa',
-  'hj', 'hb', 'xl', 'cl', 'pk', 'us', 'ow', 'al',
+  'hj', 'hb', 'xl', 'cl', 'pk', 'us', 'ow', 'al', 'sf', 'dq',
 }
 
 local cards_loaded = {}
@@ -17,7 +17,7 @@ function lease.card(id)
   local v = redis.call('HMGET', key('card', id), unpack(CARD_FIELDS))
   k = { id = id, models = {} }
   for i, name in ipairs(CARD_FIELDS) do k[name] = v[i] or '' end
-  for _, name in ipairs({ 'hr', 'sl', 'sm', 'to', 'dr', 'cx', 'fo', 'ov', 're', 'ex', 'li', 'jb', 'nj', 'hb', 'pk', 'us', 'ow', 'al' }) do
+  for _, name in ipairs({ 'hr', 'sl', 'sm', 'to', 'dr', 'cx', 'fo', 'ov', 're', 'ex', 'li', 'jb', 'nj', 'hb', 'pk', 'us', 'ow', 'al', 'sf', 'dq' }) do
     k[name] = num(k[name])
   end
   k.fa = k.fa == '' and 1000 or num(k.fa)
@@ -126,11 +126,12 @@ end
 function lease.audit(id)
   lease.forget_loaded(id)
   local k = lease.card(id)
-  local bytes, jobs, by_model = 0, 0, {}
+  local bytes, jobs, by_model, has_exclusive = 0, 0, {}, false
   local all = redis.call('HVALS', key('leases', id))
   for _, packed in ipairs(all) do
     local record = cmsgpack.unpack(packed)
     bytes, jobs = bytes + record[lease.BYTES], jobs + 1
+    has_exclusive = has_exclusive or record[lease.JOB] == k.xl
     by_model[record[lease.MODEL]] = (by_model[record[lease.MODEL]] or 0) + 1
   end
   local drift = math.abs(bytes - k.jb) + math.abs(jobs - k.nj)
@@ -141,6 +142,10 @@ function lease.audit(id)
       drift = drift + math.abs(num(redis.call('HGET', key('card', id), field)) - (by_model[name] or 0))
       if not by_model[name] then redis.call('HDEL', key('card', id), field) end
     end
+  end
+  if k.xl ~= '' and not has_exclusive then
+    drift = drift + 1
+    redis.call('HDEL', key('card', id), 'xl')
   end
   redis.call('HSET', key('card', id), 'jb', int(bytes), 'nj', int(jobs))
   for name, number in pairs(by_model) do redis.call('HSET', key('card', id), 'n:' .. name, int(number)) end

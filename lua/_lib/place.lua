@@ -20,15 +20,12 @@ function place.grant(k, id, j, event)
   return true
 end
 
--- The cards that know a class, in the order in which a job would take them: those that fit, best first.
+-- The cards on which a job fits now, in the order in which it would take them.
 function place.candidates(id, j)
-  local fitting, any_open = {}, false
+  local fitting = {}
   for _, card in ipairs(redis.call('SMEMBERS', key('on', j.c))) do
     local k = lease.card(card)
-    if lease.is_open(k) and lease.model(k, j.m).slots > 0 then
-      any_open = true
-      if not lease.obstacle(k, id, j) then fitting[#fitting + 1] = k end
-    end
+    if lease.is_open(k) and lease.model(k, j.m).slots > 0 and not lease.obstacle(k, id, j) then fitting[#fitting + 1] = k end
   end
   local pack = CFG.policy == 'pack'
   table.sort(fitting, function(x, y)
@@ -40,7 +37,7 @@ function place.candidates(id, j)
     if x.nj ~= y.nj then return x.nj < y.nj end
     return x.id < y.id
   end)
-  return fitting, any_open
+  return fitting
 end
 
 local function has_waiters(k)
@@ -119,34 +116,33 @@ function place.pump(card)
   return false
 end
 
--- Places a job that stands in the queue, and whoever is before it. Returns the cards that got work.
-function place.submitted(id, j)
-  local fitting, any_open = place.candidates(id, j)
-  if #fitting == 0 then
-    job.enqueue(id, j)
-    return any_open
-  end
+-- The best of the cards that fit on which nobody waits: there a job starts at once and passes nobody.
+function place.without_waiters(fitting)
   for _, k in ipairs(fitting) do
-    if not has_waiters(k) then
-      place.grant(k, id, j)
-      wake(k.id)
-      return any_open
-    end
+    if not has_waiters(k) then return k end
+  end
+  return nil
+end
+
+-- Places a new job: at once where nobody waits, else into the queue, and whoever is before it comes first.
+function place.submitted(id, j, fitting, free)
+  if free then
+    place.grant(free, id, j)
+    wake(free.id)
+    return
   end
   job.enqueue(id, j)
-  j.stood = true
   for _, k in ipairs(fitting) do
     local before = granted_now
     place.pump(k.id)
     if granted_now > before then wake(k.id) end
-    if redis.call('HGET', key('job', id), 's') ~= 'queued' then break end
+    if redis.call('HGET', key('job', id), 's') ~= 'queued' then return end
   end
-  return any_open
 end
 
 -- A job that came back into the queue: the best card for it, in order with the waiters there.
 function place.requeued(id, j)
-  for _, k in ipairs((place.candidates(id, j))) do
+  for _, k in ipairs(place.candidates(id, j)) do
     local before = granted_now
     place.pump(k.id)
     if granted_now > before then wake(k.id) end

@@ -3,25 +3,58 @@ local settle = {}
 
 local INLINE_RESULT = 16384
 
--- Stored results of the pool: one sorted set by expiry, one sum; over the budget the oldest go first.
-function settle.drop_result(member)
+local RECORD_SLACK_MS = 60000
+
+-- What is stored for a while: answers under a key or asked for later, answers that were taken at once, inputs of dead
+-- letters. One sorted set each by expiry, one sum for all. Over the budget letters go first, then whatever is oldest: were
+-- it what expires first, a fresh answer would make room for what has lain there for an hour.
+local KEPT_FOR = { results = CFG.result_ttl_ms, delivered = CFG.delivered_ttl_ms }
+local KINDS = { 'letters', 'results', 'delivered' }
+
+local function drop(kind, member)
   local at = string.find(member, ':', 1, true)
   local id, bytes = string.sub(member, 1, at - 1), num(string.sub(member, at + 1))
-  if redis.call('ZREM', key('results'), member) == 0 then return end
+  if redis.call('ZREM', key(kind), member) == 0 then return end
   redis.call('HINCRBY', META, 'rb', int(-bytes))
-  redis.call('DEL', key('res', id), key('pay', id))
-  if redis.call('EXISTS', key('job', id)) == 1 then redis.call('HSET', key('job', id), 'rx', '1') end
+  if kind == 'letters' then
+    redis.call('DEL', key('pay', id))
+  else
+    redis.call('DEL', key('res', id))
+    if redis.call('EXISTS', key('job', id)) == 1 then redis.call('HSET', key('job', id), 'rx', '1') end
+  end
 end
 
-local function keep_result(id, bytes, ttl_ms)
-  redis.call('ZADD', key('results'), int(NOW + ttl_ms), id .. ':' .. int(bytes))
-  if redis.call('HINCRBY', META, 'rb', int(bytes)) > CFG.result_budget then
-    local oldest = redis.call('ZRANGE', key('results'), 0, MOVE_LIMIT - 1)
-    for _, member in ipairs(oldest) do
-      if num(redis.call('HGET', META, 'rb')) <= CFG.result_budget then break end
-      settle.drop_result(member)
-    end
+local function oldest()
+  local letter = redis.call('ZRANGE', key('letters'), 0, 0)[1]
+  if letter then return 'letters', letter end
+  local kind, member, stored_at
+  for name, ttl_ms in pairs(KEPT_FOR) do
+    local head = redis.call('ZRANGE', key(name), 0, 0, 'WITHSCORES')
+    local at = head[1] and num(head[2]) - ttl_ms
+    if at and (not stored_at or at < stored_at) then kind, member, stored_at = name, head[1], at end
   end
+  return kind, member
+end
+
+local function keep(kind, id, bytes, ttl_ms)
+  redis.call('ZADD', key(kind), int(NOW + ttl_ms), id .. ':' .. int(bytes))
+  local sum = redis.call('HINCRBY', META, 'rb', int(bytes))
+  for _ = 1, MOVE_LIMIT do
+    if sum <= CFG.result_budget then return end
+    drop(oldest())
+    sum = num(redis.call('HGET', META, 'rb'))
+  end
+end
+
+-- Returns true when there are more.
+function settle.expire_results()
+  local more = false
+  for _, kind in ipairs(KINDS) do
+    local due = redis.call('ZRANGEBYSCORE', key(kind), '-inf', int(NOW), 'LIMIT', 0, MOVE_LIMIT)
+    for _, member in ipairs(due) do drop(kind, member) end
+    more = more or #due == MOVE_LIMIT
+  end
+  return more
 end
 
 -- What callers are told; also how a replay is rendered.
@@ -36,11 +69,28 @@ function settle.outcome(id, j)
   }
 end
 
-function settle.free_key(id, j)
-  if j.k and string.sub(redis.call('GET', j.k) or '', 65) == id then redis.call('DEL', j.k) end
+-- Is the lease of this job's last run still on a card whose agent can report its end?
+function settle.is_on_card(j)
+  return j.l ~= nil and lease.card(j.d).sid ~= '' and redis.call('HEXISTS', key('leases', j.d), j.l) == 1
 end
 
--- Settles the callers of a live job. extra: code details; result: inline bytes, or nil with stored_bytes for one that lies in res:<id>.
+local function key_record(id, j)
+  local record = j.k and redis.call('GET', key('key', j.k))
+  return record and string.sub(record, 65) == id and record or nil
+end
+
+local function free_key(id, j)
+  if key_record(id, j) then redis.call('DEL', key('key', j.k)) end
+end
+
+-- A job that ends while it waits for the former run of its key leaves the key to that run: the next one must wait for it too.
+local function hand_key_back(id, j)
+  local record = key_record(id, j)
+  if record then redis.call('SET', key('key', j.k), string.sub(record, 1, 64) .. j.bl, 'PX', int(CFG.key_ttl_ms)) end
+  redis.call('HDEL', key('job', j.bl), 'nx')
+end
+
+-- Settles the callers of a live job. extra: code details; result: inline bytes; stored: the key under which its agent stored them.
 -- The caller has taken care of the lease. Returns false where the table has no such transition.
 function settle.job(id, j, event, extra)
   extra = extra or {}
@@ -64,31 +114,34 @@ function settle.job(id, j, event, extra)
   if keyed and row.pinned then record_ttl = CFG.key_ttl_ms end
   if row.to == 'failed' then record_ttl = math.max(record_ttl, CFG.dead_letter_ttl_ms) end
   if row.to == 'succeeded' then
-    local bytes = extra.result and #extra.result or extra.stored_bytes
     if extra.result then
       redis.call('SET', key('res', id), extra.result, 'PX', int(result_ttl))
     else
+      redis.call('RENAME', extra.stored, key('res', id))
       redis.call('PEXPIRE', key('res', id), int(result_ttl))
     end
+    local bytes = redis.call('STRLEN', key('res', id))
     job.set(id, j, 'rb', int(bytes))
-    keep_result(id, bytes, result_ttl)
+    keep((keyed or j.sy ~= '1') and 'results' or 'delivered', id, bytes, result_ttl)
   end
   -- A dead letter keeps its inputs, within the same budget, so that an operator can run it again.
   if row.to == 'failed' then
     redis.call('PEXPIRE', key('pay', id), int(record_ttl))
-    keep_result(id, num(j.pb), record_ttl)
+    keep('letters', id, num(j.pb), record_ttl)
   else
     redis.call('DEL', key('pay', id))
   end
   if keyed then
     if row.pinned then
-      redis.call('PEXPIRE', j.k, CFG.key_ttl_ms)
-    elseif not (j.l and redis.call('HEXISTS', key('leases', j.d), j.l) == 1) then
-      settle.free_key(id, j)
+      redis.call('PEXPIRE', key('key', j.k), int(CFG.key_ttl_ms))
+    elseif j.bl then
+      hand_key_back(id, j)
+    elseif not settle.is_on_card(j) then
+      free_key(id, j)
     end
   end
   redis.call('ZADD', key('expiry'), int(NOW + record_ttl), id)
-  redis.call('PEXPIRE', key('job', id), int(record_ttl + 60000))
+  redis.call('PEXPIRE', key('job', id), int(record_ttl + RECORD_SLACK_MS))
   redis.call('PEXPIRE', key('ev', id), int(result_ttl))
   if j.gw then redis.call('SREM', key('gwj', j.gw), id) end
 
@@ -113,6 +166,6 @@ function settle.lease_ended(id, j)
       return next_id, n
     end
   elseif j.k and j.s ~= 'succeeded' and not PINNED[j.co or ''] then
-    settle.free_key(id, j)
+    free_key(id, j)
   end
 end

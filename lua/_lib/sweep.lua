@@ -73,8 +73,8 @@ function sweep.deadlines()
 end
 
 -- The jobs of a card whose agent is gone run again; its bytes stay leased until it registers with a fresh measurement.
--- Returns true when there are more.
-function sweep.lost_jobs(k)
+-- Returns true when there are more. event: how those end that ran; a loss unless the agent left in order.
+function sweep.lost_jobs(k, event)
   local moved = 0
   local all = redis.call('HGETALL', key('leases', k.id))
   for i = 1, #all, 2 do
@@ -85,7 +85,7 @@ function sweep.lost_jobs(k)
       if moved == MOVE_LIMIT then return true end
       moved = moved + 1
       if j.s == 'running' then
-        agent.requeue_suspect(id, j, 'agent_lost')
+        agent.requeue_suspect(id, j, event or 'agent_lost')
       else
         agent.requeue(id, j, 'unheld')
       end
@@ -140,15 +140,21 @@ end
 
 -- Records, results and names that nobody needs any more.
 function sweep.expired()
-  local results = redis.call('ZRANGEBYSCORE', key('results'), '-inf', int(NOW), 'LIMIT', 0, MOVE_LIMIT)
-  for _, member in ipairs(results) do settle.drop_result(member) end
+  local more = settle.expire_results()
   local jobs = redis.call('ZRANGEBYSCORE', key('expiry'), '-inf', int(NOW), 'LIMIT', 0, MOVE_LIMIT)
   for _, id in ipairs(jobs) do
-    redis.call('ZREM', key('expiry'), id)
-    redis.call('ZREM', key('jobs'), id)
-    redis.call('DEL', key('job', id), key('ev', id), key('pay', id))
+    local v = redis.call('HMGET', key('job', id), 'd', 'l')
+    if v[2] and settle.is_on_card({ d = v[1], l = v[2] }) then
+      -- Whoever waits under its key waits for the end of this run: it is remembered until then.
+      redis.call('ZADD', key('expiry'), int(NOW + CFG.delivered_ttl_ms), id)
+      redis.call('PEXPIRE', key('job', id), int(2 * CFG.delivered_ttl_ms + RECORD_SLACK_MS))
+    else
+      redis.call('ZREM', key('expiry'), id)
+      redis.call('ZREM', key('jobs'), id)
+      redis.call('DEL', key('job', id), key('ev', id), key('pay', id))
+    end
   end
-  return #results == MOVE_LIMIT or #jobs == MOVE_LIMIT
+  return more or #jobs == MOVE_LIMIT
 end
 
 -- A model or card is known for a while after its last session.
@@ -156,6 +162,7 @@ function sweep.unknown()
   local oldest = int(NOW - CFG.known_ttl_ms)
   for _, name in ipairs(redis.call('ZRANGEBYSCORE', key('models'), '-inf', oldest, 'LIMIT', 0, 4)) do
     redis.call('ZREM', key('models'), name)
+    for _, version in ipairs(redis.call('HKEYS', key('model', name))) do redis.call('HDEL', key('rate'), name .. '@' .. version) end
     redis.call('DEL', key('model', name))
     redis.call('HDEL', key('rate'), name)
   end

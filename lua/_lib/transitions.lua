@@ -1,4 +1,5 @@
--- transitions: rendered from scheduler/transitions.py by `python -m scheduler.transitions`; do not edit.
+-- transitions: rendered from scheduler/transitions.py by `python -m scheduler.transitions`.
+-- Do not edit.
 local TRANSITIONS = {
   grant = { from = { queued = true }, to = 'leased', code = '', pinned = false, counts = '' },
   takeover = { from = { leased = true }, to = 'leased', code = '', pinned = false, counts = '' },

@@ -4,35 +4,88 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from typing import Literal
 
 from scheduler import cards
-from scheduler.models import Beat, BeatAnswer, CardRegistration, HandedJob, Handout, HostedModel, Report, Sample, Start, SubmitRequest
 from scheduler.fingerprint import canonical, fingerprint
+from scheduler.models import (
+    Beat,
+    BeatAnswer,
+    CardRegistration,
+    HandedJob,
+    Handout,
+    HostedModel,
+    OutcomeKind,
+    Report,
+    Sample,
+    Start,
+    SubmitRequest,
+)
 from scheduler.store import Store
 
 GIB = 2**30
 MIB = 2**20
 
 
-def hosted(name: str = "echo", *, version: str = "v1", slots: int = 4, ready: bool = True, resident: int = 0) -> HostedModel:
+def hosted(
+    name: str = "echo", *, version: str = "v1", slots: int = 4, ready: bool = True, resident: int = 0
+) -> HostedModel:
     return HostedModel(
-        name=name, version=version, ready=ready, reason=None if ready else "does not fit", slots=slots, max_batch=slots, lanes=1,
-        resident_bytes=resident, c0_item=MIB, c1=0.0, units="1", batch_units="sum", schema=None, schema_hash="",
-    )  # fmt: skip
+        name=name,
+        version=version,
+        ready=ready,
+        reason=None if ready else "does not fit",
+        slots=slots,
+        max_batch=slots,
+        lanes=1,
+        resident_bytes=resident,
+        c0_item=MIB,
+        c1=0.0,
+        units="1",
+        batch_units="sum",
+        schema=None,
+        schema_hash="",
+    )
 
 
-def request(model: str = "echo", *, nbytes: int = GIB, key: str | None = None, worker: str = "w1", inputs: object = 1, **given: object) -> SubmitRequest:
+def request(
+    model: str = "echo",
+    *,
+    nbytes: int = GIB,
+    key: str | None = None,
+    worker: str = "w1",
+    inputs: object = 1,
+    **given: object,
+) -> SubmitRequest:
     packed = canonical({"x": inputs})
     return SubmitRequest(
-        job_id=secrets.token_hex(16), model=model, inputs=packed, lease_bytes=nbytes, units=1.0, worker=worker, key=key,
-        fingerprint=fingerprint(model, packed) if key is not None else None, **given,  # type: ignore[arg-type]
-    )  # fmt: skip
+        job_id=secrets.token_hex(16),
+        model=model,
+        inputs=packed,
+        lease_bytes=nbytes,
+        units=1.0,
+        worker=worker,
+        key=key,
+        fingerprint=fingerprint(model, packed) if key is not None else None,
+        **given,  # type: ignore[arg-type]
+    )
+
+
+BeatState = Literal["ready", "starting", "down", "draining"]
 
 
 class FakeAgent:
     """Holds a card with `total` bytes. `used_by_strangers` appears in its samples."""
 
-    def __init__(self, store: Store, card: str = "GPU-a", *, total: int = 10 * GIB, models: Sequence[HostedModel] = (), slots: int = 16) -> None:
+    def __init__(
+        self,
+        store: Store,
+        card: str = "GPU-a",
+        *,
+        total: int = 10 * GIB,
+        models: Sequence[HostedModel] = (),
+        slots: int = 16,
+    ) -> None:
         self.store = store
         self.card = card
         self.total = total
@@ -46,25 +99,58 @@ class FakeAgent:
         self.started: list[Start] = []
         self.applied = 0
 
+    def renew(self) -> None:
+        """A new process for the same card: a new session that holds nothing."""
+        self.session = secrets.token_hex(16)
+        self.seq = self.applied = 0
+        self.held.clear()
+        self.started.clear()
+
     def sample(self) -> Sample:
         return Sample(
-            read_ms=self.now_ms, total=self.total, driver=0, used=self.foreign, own=0, allocated=0, reserved=0, context=0
+            read_ms=self.now_ms,
+            total=self.total,
+            driver=0,
+            used=self.foreign,
+            own=0,
+            allocated=0,
+            reserved=0,
+            context=0,
         )
 
     async def register(self, *, state: str = "ready") -> None:
         registration = CardRegistration(
-            card=self.card, session=self.session, host="host", name=f"host:{self.card}", index=0, product="fake", pid=1, headroom=0,
-            slots=self.slots, models=self.models, sample=self.sample() if self.now_ms else None,
-        )  # fmt: skip
+            card=self.card,
+            session=self.session,
+            host="host",
+            name=f"host:{self.card}",
+            index=0,
+            product="fake",
+            pid=1,
+            headroom=0,
+            slots=self.slots,
+            models=self.models,
+            sample=self.sample() if self.now_ms else None,
+        )
         self.now_ms = await cards.register(self.store, registration, state=state)
         await self.beat()
 
-    async def beat(self, state: str = "ready", *, applied: int | None = None, held: Sequence[HandedJob] | None = None) -> BeatAnswer:
+    async def beat(
+        self,
+        state: BeatState = "ready",
+        *,
+        applied: int | None = None,
+        held: Sequence[HandedJob] | None = None,
+    ) -> BeatAnswer:
         holding = list(self.held.values()) if held is None else held
         beat = Beat(
-            state=state, reason=None, applied_seq=self.applied if applied is None else applied,  # type: ignore[arg-type]
-            held=tuple((job.job_id, job.lease_id) for job in holding), starts=tuple(self.started), sample=self.sample(),
-        )  # fmt: skip
+            state=state,
+            reason=None,
+            applied_seq=self.applied if applied is None else applied,
+            held=tuple((job.job_id, job.lease_id) for job in holding),
+            starts=tuple(self.started),
+            sample=self.sample(),
+        )
         answer = await cards.heartbeat(self.store, card=self.card, session=self.session, beat=beat)
         self.started.clear()
         self.now_ms = answer.now_ms
@@ -83,7 +169,13 @@ class FakeAgent:
         self.seq += 1
         starts, self.started = self.started, []
         handout = await cards.claim(
-            self.store, card=self.card, session=self.session, seq=self.seq, want=want, starts=starts, sample=self.sample()
+            self.store,
+            card=self.card,
+            session=self.session,
+            seq=self.seq,
+            want=want,
+            starts=starts,
+            sample=self.sample(),
         )
         return list(self._take(handout).jobs)
 
@@ -91,8 +183,24 @@ class FakeAgent:
         self.seq += 1
         starts, self.started = self.started, []
         handout = await cards.finish(
-            self.store, card=self.card, session=self.session, seq=self.seq, reports=reports, starts=starts, sample=self.sample(), want=want
-        )  # fmt: skip
+            self.store,
+            card=self.card,
+            session=self.session,
+            seq=self.seq,
+            reports=reports,
+            starts=starts,
+            sample=self.sample(),
+            want=want,
+        )
+        for report in reports:
+            self.held.pop(report.lease_id, None)
+        return self._take(handout)
+
+    async def down(self, *reports: Report, reason: str = "its child must be killed") -> Handout:
+        self.seq += 1
+        handout = await cards.card_down(
+            self.store, card=self.card, session=self.session, seq=self.seq, reason=reason, reports=reports
+        )
         for report in reports:
             self.held.pop(report.lease_id, None)
         return self._take(handout)
@@ -110,6 +218,10 @@ class FakeAgent:
 
 def ok(job: HandedJob, result: bytes = b"\xa2ok") -> Report:
     return Report(job.job_id, job.lease_id, "succeeded", result=result, peak_bytes=1, run_ms=1)
+
+
+def said(job: HandedJob, kind: OutcomeKind, *, alone: bool = False) -> Report:
+    return Report(job.job_id, job.lease_id, kind, alone=alone)
 
 
 def failed(job: HandedJob, code: str = "model_error") -> Report:
