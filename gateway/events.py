@@ -74,7 +74,8 @@ class Teller:
 
     def tell(self, view: JobView, news: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[bytes]:
         """The events between the last look and this one; `view` was read before `news`."""
-        if view.state == "queued" and self._live_attempt is not None:
+        live = self._live_attempt
+        if live is not None and (view.state == "queued" or view.attempt > live):
             yield self._reset(view.attempt)
         yield from self._tell_state(view)
         for stream_id, entry in news:
@@ -218,7 +219,7 @@ class EventStream(Response):
 
     def _end(self, outcome: Outcome) -> bytes:
         self._is_settled = True
-        error = rendering.refusal_of(outcome)
+        error = documents.outcome_error(outcome)
         if error is not None:
             return encode("error", error.problem())
         return encode("done", documents.answer_document(outcome, binary=True))

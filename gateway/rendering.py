@@ -16,7 +16,6 @@ from starlette.responses import Response
 from gateway.headers import Form
 from scheduler import documents
 from scheduler.models import JobView, Outcome
-from vramgate.errors import Refused
 
 MEDIA_TYPES = {"json": "application/json", "msgpack": "application/msgpack"}
 VARY = "Accept, Prefer"
@@ -45,17 +44,9 @@ def render(
     return Response(content, status_code=status, headers=extra, media_type=MEDIA_TYPES[form])
 
 
-def refusal_of(outcome: Outcome) -> Refused | None:
-    """The refusal that an outcome stands for, with Retry-After as the ledger measured it; None for a success."""
-    error = documents.outcome_error(outcome)
-    if error is not None and "retry_ms" in error.data:
-        error.retry_after_s = max(1, -(-int(error.data.pop("retry_ms")) // 1000))
-    return error
-
-
 def render_answer(outcome: Outcome, form: Form, *, is_replayed: bool = False) -> Response:
     """The 200 of infer. Raises the refusal that the outcome stands for when there is no answer to give."""
-    error = refusal_of(outcome)
+    error = documents.outcome_error(outcome)
     if error is not None:
         raise error
     extra = {"X-Job-Id": outcome.job_id, "Vary": VARY}

@@ -1,0 +1,159 @@
+"""Health, metrics, the OpenAPI document and the table of errors."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import httpx
+from starlette.requests import Request
+
+from gateway import openapi, problems
+from gateway.routes import OPERATIONS
+from scheduler.settings import Settings
+from tests.conftest import TestServer
+from tests.gateway.conftest import Answerer, Running, run_gateway
+from tests.gateway.waiting import until
+from tests.ledger.fake_agent import FakeAgent
+from vramgate.errors import TABLE, by_code
+
+
+async def test_readiness_says_what_is_missing(http: httpx.AsyncClient, running: Running) -> None:
+    """Alive at once; ready for a balancer without a card; ready for a request with one; draining is neither."""
+    assert (await http.get("/livez")).status_code == 200
+    assert (await http.get("/readyz?scope=gateway")).status_code == 200
+    no_card = await http.get("/readyz")
+    assert (no_card.status_code, no_card.json()["code"]) == (503, "no_ready_card")
+    running.gateway.lifecycle.drain()
+    for path in ("/readyz", "/readyz?scope=gateway"):
+        draining = await http.get(path)
+        assert (draining.status_code, draining.json()["code"]) == (503, "draining")
+        assert int(draining.headers["retry-after"]) >= 1
+    assert (await http.get("/livez")).headers["connection"] == "close"
+
+
+async def test_a_ready_card_makes_the_service_ready(http: httpx.AsyncClient, answerer: Answerer) -> None:
+    """Within a beat of the card's registration."""
+
+    async def is_ready() -> bool:
+        return (await http.get("/readyz")).status_code == 200
+
+    await until(is_ready, "the service is ready")
+
+
+async def test_metrics_show_the_gateway_and_the_pool(http: httpx.AsyncClient, answerer: Answerer) -> None:
+    """Counts of this gateway, gauges of every card, and no label that grows with the jobs."""
+    answer = await http.post("/v1/models/echo/infer", json={"inputs": {}})
+    await http.post("/v1/models/unheard-of/infer", json={"inputs": {}})
+    text = (await http.get("/metrics")).text
+    assert re.search(r'^vramgate_requests_total\{route="infer",status="200"\} \d', text, re.M)
+    assert re.search(r'^vramgate_request_refused_total\{code="unknown_model"\} \d', text, re.M)
+    assert re.search(r'^vramgate_card_bytes\{card="GPU-a",part="grantable"\} \d', text, re.M)
+    assert re.search(r'^vramgate_inferences_total\{model="echo",outcome="answered"\} \d', text, re.M)
+    assert "vramgate_store_up 1.0" in text and 'vramgate_pool_events_total{event="submitted"}' in text
+    assert answer.json()["id"] not in text and "unheard-of" not in text
+
+
+async def test_openapi_documents_every_status(http: httpx.AsyncClient) -> None:
+    """Each route lists the statuses of its refusals, as the table of errors has them; no other route exists."""
+    document = (await http.get("/openapi.json")).json()
+    assert document == openapi.document(title="vramgate", version="0.1.0")
+    documented = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert documented == {(operation.method, operation.path) for operation in OPERATIONS}
+    for operation in OPERATIONS:
+        responses = document["paths"][operation.path][operation.method.lower()]["responses"]
+        for code in operation.refusals:
+            assert code in responses[str(TABLE[code].status)]["x-codes"]
+        statuses = {str(status) for status in operation.success} | {
+            str(TABLE[code].status) for code in operation.refusals
+        }
+        assert responses.keys() == statuses
+    codes = document["components"]["schemas"]["Problem"]["properties"]["code"]["enum"]
+    assert set(codes) == TABLE.keys() - set(openapi.NOT_ANSWERED)
+    of_leases = {"unknown_lease", "lease_fenced", "unknown_route", "client_left"}
+    assert {code for operation in OPERATIONS for code in operation.refusals} == TABLE.keys() - of_leases
+
+
+def test_every_code_has_its_answer() -> None:
+    """The handler's status, type and Retry-After follow the table for each code."""
+    request = Request({"type": "http", "method": "GET", "path": "/x", "headers": [], "query_string": b""})
+    for code, row in TABLE.items():
+        response = problems.respond(request, by_code(code)("said", job_id="0" * 32))
+        assert response.status_code == row.status
+        assert f'"type":"urn:vramgate:{code}"'.encode() in response.body
+        assert ("retry-after" in response.headers) == (row.retry == "after")
+        assert response.headers["x-job-id"] == "0" * 32
+
+
+async def test_without_a_server_requests_are_503_until_there_is_one(
+    own_server: TestServer, settings: Settings
+) -> None:
+    """A gateway starts without Redis, says so, and serves as soon as it is there."""
+    own_server.kill()
+    lonely = settings.model_copy(update={"redis_url": own_server.url})
+    async with run_gateway(lonely) as started, httpx.AsyncClient(base_url=started.url, timeout=20) as http:
+        assert (await http.get("/livez")).status_code == 200
+        assert (await http.get("/readyz?scope=gateway")).status_code == 200
+        ready = await http.get("/readyz")
+        infer = await http.post("/v1/models/echo/infer", json={"inputs": {}})
+        for response in (ready, infer, await http.get("/v1/cards")):
+            assert (response.status_code, response.json()["code"]) == (503, "store_unavailable")
+            assert int(response.headers["retry-after"]) >= 1
+        assert "vramgate_store_up 0.0" in (await http.get("/metrics")).text
+        own_server.start()
+
+        async def answers() -> bool:
+            return (await http.get("/v1/cards")).status_code == 200
+
+        await until(answers, "the gateway has found the server")
+        assert (await http.get("/readyz")).json()["code"] == "no_ready_card"
+
+
+async def test_a_server_that_freezes_is_503_and_back(own_server: TestServer, settings: Settings) -> None:
+    """While it is frozen callers are told so within the command timeout; afterwards all is as before."""
+    frozen = settings.model_copy(
+        update={
+            "redis_url": own_server.url,
+            "redis": settings.redis.model_copy(update={"command_timeout_s": 0.3, "connect_timeout_s": 0.3}),
+        }
+    )
+    async with run_gateway(frozen) as started, httpx.AsyncClient(base_url=started.url, timeout=20) as http:
+        assert (await http.get("/v1/cards")).status_code == 200
+        own_server.signal(signal.SIGSTOP)
+        try:
+            told = await http.get("/v1/cards")
+            assert (told.status_code, told.json()["code"]) == (503, "store_unavailable")
+            assert "\n" not in told.json()["detail"]
+        finally:
+            own_server.signal(signal.SIGCONT)
+
+        async def answers() -> bool:
+            return (await http.get("/v1/cards")).status_code == 200
+
+        await until(answers, "the gateway speaks to the server again")
+
+
+async def test_a_silent_job_does_not_lose_its_caller(
+    http: httpx.AsyncClient, agent: FakeAgent, running: Running
+) -> None:
+    """Those who wait when a worker ends are told `draining` with the job's id, and the job lives on."""
+    import asyncio
+
+    waiting = asyncio.create_task(
+        http.post("/v1/models/echo/infer", json={"inputs": {}}, headers={"Idempotency-Key": "k"})
+    )
+    await until(lambda: running.gateway.lifecycle.waiting == 1, "the request waits")
+    running.gateway.lifecycle.close()
+    told = await waiting
+    assert (told.status_code, told.json()["code"]) == (503, "draining")
+    assert told.headers["x-job-id"] and int(told.headers["retry-after"]) >= 1
+    async with (
+        run_gateway(running.gateway.settings) as other,
+        httpx.AsyncClient(base_url=other.url) as client,
+    ):
+        retry = asyncio.create_task(
+            client.post("/v1/models/echo/infer", json={"inputs": {}}, headers={"Idempotency-Key": "k"})
+        )
+        await until(lambda: other.gateway.lifecycle.waiting == 1, "the retry waits at another gateway")
+        assert await agent.run_all() == 1
+        assert (await retry).json()["id"] == told.headers["x-job-id"]
