@@ -18,7 +18,7 @@ def shadowed() -> str | None:
         origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
         if origin is None or not origin.is_relative_to(root / name):
             return (
-                f"the package {name} was taken from {origin or 'nowhere'}, which shadows vramgate's own in {root};"
-                " start from another directory, or remove it from PYTHONPATH"
+                f"the package {name} was taken from {origin or 'nowhere'}, which shadows vramgate's own"
+                f" in {root}; start from another directory, or remove it from PYTHONPATH"
             )
     return None

@@ -25,7 +25,7 @@ class Baseline:
     @classmethod
     def of(cls, reading: MemoryReading) -> Baseline:
         """The card as it is without a child."""
-        return cls(used=reading.used, slack=max(16 * _MIB, reading.total // 512))
+        return cls(used=reading.used, slack=max(2 * _MIB, reading.total // 512))
 
     def with_foreign(self, sample: Sample | None) -> Baseline:
         """Strangers that came while the child lived are not the child's memory."""

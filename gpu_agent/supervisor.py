@@ -187,9 +187,10 @@ class Supervisor:
         be dying.
         """
         session = secrets.token_hex(16)
-        patience_s = 2 * self._settings.clocks.session_s + 2
+        session_s = self._settings.clocks.session_s
+        patience_s = 3 * session_s + 2
         deadline = time.monotonic() + patience_s
-        now_ms = 0
+        now_ms, is_told = 0, False
         while not now_ms:
             try:
                 now_ms = await cards.register(
@@ -199,10 +200,15 @@ class Supervisor:
             except CardTaken:
                 if time.monotonic() > deadline:
                     raise
-                log_event(_LOG, "card_awaited", logging.WARNING, card=self._card.uuid)
+                if not is_told:
+                    log_event(_LOG, "card_awaited", logging.WARNING, card=self._card.uuid)
             except StoreUnavailable as error:
-                log_event(_LOG, "ledger_awaited", logging.WARNING, reason=error.detail)
-            await self._pause(1.0)
+                if not is_told:
+                    log_event(_LOG, "ledger_awaited", logging.WARNING, reason=error.detail)
+            is_told = True
+            # Often: after a silence of half a session the ledger grants sessions a grace, and ours would
+            # be the only voice.
+            await self._pause(session_s / 10)
             if self._stopping.is_set():
                 raise SessionLost("stopped before the card was taken")
         self._clock.hear(now_ms)

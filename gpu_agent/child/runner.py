@@ -150,7 +150,7 @@ class Runner:
 
     def predict_one(self, hosted: Hosted, context: LaneContext, item: Any) -> bytes:
         """One plain call outside of any job, packed; raises whatever the model or the checks raise."""
-        context.begin(Scope(members=(), cancelled=set(), progress=lambda item, done, total: None))
+        context.begin(Scope(members=(0,), cancelled=set(), progress=lambda item, done, total: None))
         try:
             last: Any = None
             answer = hosted.model.predict([item], context)

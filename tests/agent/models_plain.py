@@ -42,7 +42,8 @@ class Echo(Plain):
     def predict(self, batch: list[Text], ctx: vramgate.Context) -> Sequence[Any]:
         held = [torch.ones(int(item.mib * MIB) // 4, device=ctx.device) for item in batch]
         return [
-            {"text": item.text, "sum": float(t.sum()), "batch": len(batch)} for item, t in zip(batch, held, strict=True)
+            {"text": item.text, "sum": float(t.sum()), "batch": len(batch)}
+            for item, t in zip(batch, held, strict=True)
         ]
 
 
