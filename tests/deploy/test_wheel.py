@@ -17,6 +17,9 @@ import pytest
 from tests.deploy.nginx import REPOSITORY, free_port
 from tests.deploy.wheel import Installed, build_wheel, clean_environment, install
 
+# The first of these tests to come installs torch.
+pytestmark = pytest.mark.timeout(1200)
+
 SERVE_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 60.0
 
@@ -101,7 +104,6 @@ def test_the_wheel_declares_its_license_its_command_and_its_extras(wheel: Path) 
     assert [line.split("; ")[-1] for line in torch] == ["extra == 'agent'"]
 
 
-@pytest.mark.timeout(1200)
 def test_an_installed_wheel_uses_nothing_of_this_checkout(everything: Installed, tmp_path: Path) -> None:
     """In the environment that the next test serves from, our packages are those of the wheel."""
     names = "gateway, gpu_agent, scheduler, vramgate"
