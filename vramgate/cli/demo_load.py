@@ -27,9 +27,9 @@ PATIENCE_S = 2.0
 """After so long without an answer an impatient client asks again, under the same key."""
 
 DEADLINE_S = 100.0
-_SPEECH_S = (1.0, 8.0)
+_SPEECH_S = (1.0, 2.0, 4.0, 8.0)
 _SIDES = (128, 192, 256, 320, 384, 512)
-_STEPS = (2, 3)
+_STEPS = (1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def make_requests(count: int, *, recording: Path, chance: random.Random) -> list
     for index in range(count):
         key = secrets.token_hex(8)
         if index % 8 < 5:
-            seconds = chance.uniform(*_SPEECH_S)
+            seconds = chance.choice(_SPEECH_S)
             requests.append(Request("speech", key, body=cut(recording, seconds, chance=chance)))
         else:
             inputs = {
