@@ -70,12 +70,12 @@ class Teller:
         self.cursor = "0" if resume is None else resume[1]
         self._live_attempt: int | None = None if resume is None else resume[0]
         self._running_attempt: int | None = None
+        self._seen_running: int | None = None
         self._place: tuple[int, int | None] | None = None
 
     def tell(self, view: JobView, news: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[bytes]:
         """The events between the last look and this one; `view` was read before `news`."""
-        live = self._live_attempt
-        if live is not None and (view.state == "queued" or view.attempt > live):
+        if self._is_over(view):
             yield self._reset(view.attempt)
         yield from self._tell_state(view)
         for stream_id, entry in news:
@@ -85,6 +85,17 @@ class Teller:
                 continue
             yield from self._tell_running(attempt, view.card)
             yield encode(entry["type"], entry["data"], f"{attempt}-{stream_id}")
+
+    def _is_over(self, view: JobView) -> bool:
+        """Whether the attempt of which was told has ended without settling the job."""
+        live = self._live_attempt
+        if view.state == "running":
+            self._seen_running = view.attempt
+        if live is None:
+            return False
+        # An agent may emit before it reports the start; leased after running is a new grant.
+        was_running = view.state == "leased" and self._seen_running == live
+        return view.state == "queued" or view.attempt > live or was_running
 
     def _tell_state(self, view: JobView) -> Iterator[bytes]:
         if view.state in ("queued", "leased"):
