@@ -58,42 +58,67 @@ async def check_sums(store: Store) -> None:
 
 
 async def check_owners(store: Store) -> None:
-    """No key without an owner or a TTL; the counters of waiting jobs and payload bytes are those of the live
-    jobs.
+    """No key without an owner or a TTL; every live job is where its state says; the counters of waiting jobs
+    and payload bytes are those of the live jobs.
     """
     redis: Any = store.redis
     prefix = store.keys.name("")
-    waiting = payload = 0
-    live: set[str] = set()
-    names = [
+    pattern = prefix.replace("{", "[{]").replace("}", "[}]") + "*"
+    names = [name.decode() async for name in redis.scan_iter(match=pattern, count=1000)]
+    kinds = [(name, *name.removeprefix(prefix).split(":", 1)) for name in names]
+    recorded = [name for name, kind, *_ in kinds if kind == "job"]
+    jobs = dict(zip(recorded, await _each(redis, "hgetall", recorded), strict=True))
+    live = {name.removeprefix(prefix + "job:"): job for name, job in jobs.items() if job.get(b"s") in LIVE}
+    bounded = [
         name
-        async for name in redis.scan_iter(
-            match=prefix.replace("{", "[{]").replace("}", "[}]") + "*", count=1000
-        )
+        for name, kind, *rest in kinds
+        if kind not in WITHOUT_TTL and kind != "gwj" and not (kind in ("job", "pay") and rest[0] in live)
     ]
-    for name in names:
-        kind, _, rest = name.decode().removeprefix(prefix).partition(":")
-        if kind == "job" and (job := await redis.hgetall(name)) and job[b"s"] in LIVE:
-            live.add(rest)
-            waiting += job[b"s"] == b"queued"
-            payload += int(job.get(b"pb", 0))
-    for name in names:
-        kind, _, rest = name.decode().removeprefix(prefix).partition(":")
-        if kind in WITHOUT_TTL or (kind in ("job", "pay") and rest in live):
-            continue
-        if kind == "gwj":
-            assert await redis.zscore(store.keys.name("sessions"), f"g:{rest}") is not None or any(
-                member.decode() in live for member in await redis.smembers(name)
-            ), f"{name!r} has no owner"
-            continue
-        ttl = await redis.pttl(name)
-        assert ttl > 0 or ttl == -2, f"{name!r} has neither an owner nor a TTL"
+    for name, ttl_ms in zip(bounded, await _each(redis, "pttl", bounded), strict=True):
+        assert ttl_ms > 0 or ttl_ms == -2, f"{name} has neither an owner nor a TTL"
+    for name, kind, *rest in kinds:
+        if kind == "gwj" and await redis.zscore(store.keys.name("sessions"), f"g:{rest[0]}") is None:
+            members = {member.decode() for member in await redis.smembers(name)}
+            assert members & live.keys(), f"{name} has no owner"
+    await _check_places(store, kinds, live)
     limits = await redis.hgetall(store.keys.name("limits"))
+    waiting = sum(job[b"s"] == b"queued" for job in live.values())
+    payload = sum(int(job.get(b"pb", 0)) for job in live.values())
     assert int(limits.get(b"w", 0)) == waiting, f"{waiting} jobs wait, the counter says {limits.get(b'w')}"
-    assert int(limits.get(b"b", 0)) == payload, (
-        f"payloads are {payload} bytes, the counter says {limits.get(b'b')}"
-    )
+    assert int(limits.get(b"b", 0)) == payload, f"payloads: {payload} bytes, counted {limits.get(b'b')}"
     scheduled = {member.decode() for member in await redis.zrange(store.keys.name("deadlines"), 0, -1)}
-    assert scheduled == live, (
-        f"deadlines without a live job {scheduled - live}, live jobs without one {live - scheduled}"
-    )
+    assert scheduled == live.keys(), f"deadlines and live jobs differ by {scheduled ^ live.keys()}"
+
+
+async def _each(redis: Any, command: str, names: list[str]) -> list[Any]:
+    answers: list[Any] = []
+    for at in range(0, len(names), 1000):
+        async with redis.pipeline(transaction=False) as pipe:
+            for name in names[at : at + 1000]:
+                getattr(pipe, command)(name)
+            answers += await pipe.execute()
+    return answers
+
+
+async def _check_places(
+    store: Store, kinds: list[tuple[str, ...]], live: dict[str, dict[bytes, bytes]]
+) -> None:
+    """A queued job stands in the queue of its class and nowhere else; one on a card has its lease there."""
+    redis: Any = store.redis
+    standing: dict[str, str] = {}
+    leases: dict[str, set[str]] = {}
+    for name, kind, *rest in kinds:
+        if kind == "q":
+            standing |= {member.decode(): rest[0] for member in await redis.zrange(name, 0, -1)}
+        elif kind == "leases":
+            leases[rest[0]] = {lease_id.decode() for lease_id in await redis.hkeys(name)}
+    expected = {
+        job_id: job[b"c"].decode()
+        for job_id, job in live.items()
+        if job[b"s"] == b"queued" and b"bl" not in job
+    }
+    assert standing == expected, f"queues and queued jobs differ by {standing.items() ^ expected.items()}"
+    for job_id, job in live.items():
+        if job[b"s"] != b"queued":
+            card, lease_id = job[b"d"].decode(), job[b"l"].decode()
+            assert lease_id in leases.get(card, ()), f"job {job_id} has no lease {lease_id} on card {card}"

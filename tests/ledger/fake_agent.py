@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -93,11 +94,21 @@ class FakeAgent:
         self.slots = slots
         self.session = secrets.token_hex(16)
         self.seq = 0
-        self.now_ms = 0
+        self._heard_ms, self._heard_at = 0, 0.0
         self.foreign = 0
         self.held: dict[str, HandedJob] = {}
         self.started: list[Start] = []
         self.applied = 0
+
+    @property
+    def now_ms(self) -> int:
+        """Redis time as an agent reckons it: the last that it heard, and what has passed since."""
+        passed_ms = int((time.monotonic() - self._heard_at) * 1000) if self._heard_ms else 0
+        return self._heard_ms + passed_ms
+
+    @now_ms.setter
+    def now_ms(self, heard_ms: int) -> None:
+        self._heard_ms, self._heard_at = heard_ms, time.monotonic()
 
     def renew(self) -> None:
         """A new process for the same card: a new session that holds nothing."""
@@ -118,7 +129,7 @@ class FakeAgent:
             context=0,
         )
 
-    async def register(self, *, state: str = "ready") -> None:
+    async def register(self, *, state: BeatState = "ready") -> None:
         registration = CardRegistration(
             card=self.card,
             session=self.session,
@@ -133,7 +144,7 @@ class FakeAgent:
             sample=self.sample() if self.now_ms else None,
         )
         self.now_ms = await cards.register(self.store, registration, state=state)
-        await self.beat()
+        await self.beat(state)
 
     async def beat(
         self,
