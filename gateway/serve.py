@@ -58,8 +58,8 @@ class CannotStart(VramgateError):
 def serve(settings: Settings) -> int:
     """Serve until a signal ends it; the exit code. Raises CannotStart before anything is served."""
     _refuse_open_door(settings)
-    _probe_store(settings)
     listener = _bind(settings.gateway.host, settings.gateway.port)
+    _probe_store(settings)
     address = _address_of(listener)
     log_event(
         logger,

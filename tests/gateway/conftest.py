@@ -112,6 +112,22 @@ class Answerer:
         self._reports.append(await self.handler(job))
 
 
+class Gate:
+    """A handler that answers once `open` was called; `answered` counts."""
+
+    def __init__(self) -> None:
+        self._is_open = asyncio.Event()
+        self.answered = 0
+
+    def open(self) -> None:
+        self._is_open.set()
+
+    async def __call__(self, job: HandedJob) -> Report:
+        await self._is_open.wait()
+        self.answered += 1
+        return ok(job)
+
+
 async def answer_at_once(job: HandedJob) -> Report:
     return ok(job)
 
@@ -173,3 +189,10 @@ async def answerer(agent: FakeAgent) -> AsyncIterator[Answerer]:
     # Not cancelled: asyncio.wait_for of Python 3.11, which redis-py sends commands through, may swallow that.
     answerer.is_stopping = True
     await task
+
+
+@pytest.fixture
+def gate(answerer: Answerer) -> Gate:
+    """Holds every job of `answerer` until it is opened."""
+    answerer.handler = gate = Gate()
+    return gate
