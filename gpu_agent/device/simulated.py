@@ -137,7 +137,7 @@ class SimulatedCard:
 
     @property
     def product(self) -> str:
-        return f"simulated {format_size(self._config.total)}"
+        return f"simulated {format_size(self._config.total)}, scale {self.scale}"
 
     @property
     def total(self) -> int:
