@@ -199,7 +199,11 @@ async def _read_messages(reader: asyncio.StreamReader, receive: Callable[[dict[s
             return
         if message is None:
             return
-        receive(message)
+        try:
+            receive(message)
+        except Exception:
+            # One message that we cannot take must not make us deaf to the rest, least of all to ends.
+            _LOG.exception("child_message_failed")
 
 
 async def _log_lines(output: asyncio.StreamReader, pid: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from vramgate.model import BatchUnits, batch_need
 
@@ -26,7 +25,7 @@ class Estimate:
     def resident(self) -> int:
         return self.weights + self.buffers
 
-    def batch_bytes(self, units: Sequence[float], how: BatchUnits | Literal["sum", "max_times_n"]) -> int:
+    def batch_bytes(self, units: Sequence[float], how: BatchUnits) -> int:
         """What a batch of these items takes."""
         return math.ceil(len(units) * self.c0 + self.c1 * batch_need(units, how))
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from gpu_agent.clock import ServerClock
 from gpu_agent.events import Emitter
+from gpu_agent.held import Held
 from gpu_agent.intake import Intake
 from gpu_agent.sampler import Sampler
 from scheduler import cards, jobs, results
@@ -40,14 +41,17 @@ class Exchange:
         *,
         card: str,
         session: str,
+        held: Held,
         intake: Intake,
         sampler: Sampler,
         clock: ServerClock,
         emitter: Emitter,
+        applied_changed: Callable[[], None],
     ) -> None:
         self._store = store
         self._card = card
         self.session = session
+        self._held = held
         self._intake = intake
         self._sampler = sampler
         self._clock = clock
@@ -57,7 +61,7 @@ class Exchange:
         self._one_call = asyncio.Lock()
         self._wanted = asyncio.Event()
         self._may_have_work = True
-        self.applied_changed: Callable[[], None] = lambda: None
+        self._applied_changed = applied_changed
 
     def hint(self) -> None:
         """There may be work on the ledger."""
@@ -82,7 +86,7 @@ class Exchange:
         """Deliver what is in the outbox, as far as the time allows. True when it is empty."""
         try:
             async with asyncio.timeout(timeout_s), self._one_call:
-                while self._intake.outbox:
+                while self._held.outbox:
                     await self._turn()
         except TimeoutError:
             return False
@@ -94,7 +98,7 @@ class Exchange:
         """
         async with self._one_call:
             reports = await self._next_reports()
-            starts = self._intake.starts()
+            starts = self._held.starts()
             await self._ask(
                 lambda number: cards.card_down(
                     self._store,
@@ -116,11 +120,10 @@ class Exchange:
         want = self._intake.want()
         if not reports and not (self._may_have_work and want):
             return False
-        asked_for_work = want > 0
-        if asked_for_work:
+        if want:
             self._may_have_work = False
         sample = await self._sampler.take(timeout_s=FRESH_SAMPLE_S)
-        starts = self._intake.starts()
+        starts = self._held.starts()
         line = {"card": self._card, "session": self.session}
         if reports:
             handout = await self._ask(
@@ -138,12 +141,12 @@ class Exchange:
                 reports,
                 starts,
             )
-        return handout.more or bool(self._intake.outbox)
+        return handout.more or bool(self._held.outbox)
 
     async def _next_reports(self) -> tuple[Report, ...]:
         """The oldest reports, with their large results stored and their events sent first."""
         await self._emitter.flush()
-        chosen = tuple(self._intake.outbox[: cards.REPORTS_PER_CALL])
+        chosen = tuple(self._held.outbox[: cards.REPORTS_PER_CALL])
         return tuple([await self._stored(report) for report in chosen])
 
     async def _stored(self, report: Report) -> Report:
@@ -165,10 +168,13 @@ class Exchange:
         for report, verdict in zip(reports, handout.verdicts, strict=False):
             if verdict == "stale":
                 log_event(_LOG, "report_stale", logging.WARNING, job=report.job_id, lease=report.lease_id)
-        self.applied = number
-        self._intake.started_known(starts)
+        self._held.starts_are_known(starts)
         self._intake.take(dataclasses.replace(handout, jobs=handed), reports)
-        self.applied_changed()
+        for report in reports:
+            self._emitter.forget(report.lease_id)
+        # Last: a beat that names this number and not yet all of its jobs would have them run elsewhere.
+        self.applied = number
+        self._applied_changed()
         return handout
 
     async def _with_inputs(self, job: HandedJob) -> HandedJob:

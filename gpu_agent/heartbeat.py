@@ -123,7 +123,8 @@ class Heartbeat:
 
     async def _beat(self, store: Store) -> bool:
         """One beat. True: the ledger has more to do for this card."""
-        sample = await self._sampler.take()
+        # A reading that takes longer than a beat must not make the beat late.
+        sample = await self._sampler.take(timeout_s=self._settings.clocks.beat_s / 2)
         self._quiet.clear()
         word = self._source()
         try:

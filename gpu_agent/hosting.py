@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gpu_agent.estimate import Estimate
 from scheduler.models import HostedModel
 from scheduler.settings import ModelSettings, Settings
+from vramgate.model import BatchUnits, batch_need
 
 MOST_LOADS = 3
 RETRY_S = (5.0, 30.0)
@@ -52,7 +53,7 @@ class CardModel:
         return self.settings.concurrency or self.lanes * self.max_batch + self.max_batch
 
     @property
-    def batch_units(self) -> Literal["sum", "max_times_n"]:
+    def batch_units(self) -> BatchUnits:
         return "max_times_n" if self.descriptor and self.descriptor["batch_units"] == "max_times_n" else "sum"
 
     def loaded(self, message: Mapping[str, Any]) -> None:
@@ -69,6 +70,19 @@ class CardModel:
             )
         self.known, self.descriptor = measured, message["descriptor"]
         self.state, self.reason, self.failures, self.retry_at = "ready", None, 0, None
+
+    def batch_bytes(self, units: Sequence[float]) -> int:
+        """What a batch of these items takes, by the estimate."""
+        return 0 if self.known is None else self.known.batch_bytes(units, self.batch_units)
+
+    def learn(self, units: Sequence[float], *, peak: int | None, buffers: int) -> None:
+        """A batch of these items ran; peak None: it was not alone in the child."""
+        if self.known is None:
+            return
+        known = self.known.with_buffers(buffers)
+        if peak is not None:
+            known = known.raised(items=len(units), units=batch_need(units, self.batch_units), peak=peak)
+        self.known = known
 
     def load_failed(self, reason: str, *, is_final: bool) -> None:
         """Try again later, and after the third time no more."""

@@ -16,16 +16,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_agent.cardlock import CardTakenHere
 from gpu_agent.device.listing import list_cards
 from gpu_agent.device.reading import DriverCard, NoNvml
 from gpu_agent.fleet import run_fleet, tie_to_parent
 from gpu_agent.ours import shadowed
 from gpu_agent.supervisor import CardGone, CardPlace, Supervisor
-from scheduler.cards import CardTaken
 from scheduler.logs import log_event, setup_logging
 from scheduler.settings import ConfigError, Settings, load_settings
-from scheduler.store import BadStore
 from vramgate.errors import StoreUnavailable, VramgateError
 
 _LOG = logging.getLogger(__name__)
@@ -134,7 +131,7 @@ def _host_dir(settings: Settings, simulate: str | None) -> Path:
 
 
 def _status(error: Exception) -> int:
-    if isinstance(error, StoreUnavailable | BadStore):
+    if isinstance(error, StoreUnavailable):
         return EXIT_NO_LEDGER
     if isinstance(error, ConfigError | ValueError):
         return EXIT_USAGE
@@ -142,8 +139,6 @@ def _status(error: Exception) -> int:
         return EXIT_NO_CARD
     if isinstance(error, CardGone):
         return EXIT_CARD_GONE
-    if isinstance(error, CardTaken | CardTakenHere):
-        return EXIT_FAILED
     return EXIT_FAILED
 
 

@@ -40,7 +40,6 @@ class _Attached:
 
     channel: Channel
     context: int
-    pid: int
     asked: int = 0
     last_foreign: int | None = None
 
@@ -68,12 +67,12 @@ class Sampler:
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def attach(self, memory: socket.socket, *, context: int, pid: int) -> None:
+    def attach(self, memory: socket.socket, *, context: int) -> None:
         """A child answers for its memory from now on."""
         memory.setblocking(True)
         channel = Channel(memory)
         channel.set_timeout(OWN_TIMEOUT_S)
-        self._child = _Attached(channel, context, pid)
+        self._child = _Attached(channel, context)
 
     def detach(self) -> None:
         """The child is gone; until another is attached there are readings, but no samples."""

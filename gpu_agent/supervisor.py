@@ -1,57 +1,52 @@
 """One card's supervisor: the order in which everything starts, goes on after a failure, and ends.
 
-Owns: the life of the child, the session, and what the card is said to be (starting, ready, down,
-draining). Does not own: jobs (`intake`), calls (`exchange`), beats (`heartbeat`), readings (`sampler`).
+Owns: the life of the child, and what is done when something ends. Does not own: jobs (`intake`), calls
+(`exchange`), sessions (`session`), beats (`heartbeat`), readings (`sampler`, `cardwatch`).
 
-    lock the card -> take the session -> [ child -> models -> ready -> ... -> child's end -> memory back ]
-    -> leave
+    lock the card -> take the session -> [ child -> models -> ready -> ... -> its end -> memory back ] ->
+    leave
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
-import secrets
 import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from gpu_agent import budget
 from gpu_agent.cardlock import CardLock
+from gpu_agent.cardwatch import CardWatch, Consequences
 from gpu_agent.child_process import ChildFailed, ChildProcess, Setup, describe_exit
 from gpu_agent.clock import ServerClock
 from gpu_agent.device.reading import CardUnreadable, DriverCard
-from gpu_agent.events import Emitter
-from gpu_agent.exchange import Exchange
 from gpu_agent.heartbeat import Heartbeat, Word
+from gpu_agent.held import Held
 from gpu_agent.hosting import CardModels
-from gpu_agent.intake import Intake, Limits
+from gpu_agent.intake import Intake, Surroundings
 from gpu_agent.loading import Loader
 from gpu_agent.release import Baseline, memory_back
 from gpu_agent.sampler import Sampler
-from scheduler import cards, inventory
-from scheduler.cards import CardTaken, SessionLost, StaleSeq, WakeListener
+from gpu_agent.session import Session, Stopped
+from gpu_agent.voice import Voice
+from scheduler import inventory
+from scheduler.cards import WakeListener
 from scheduler.logs import log_event
-from scheduler.models import Beat, BeatAnswer, CardRegistration, HandedJob, HostedModel
+from scheduler.models import BeatAnswer, CardRegistration, HandedJob
 from scheduler.settings import Settings
 from scheduler.store import Store
 from vramgate.errors import StoreUnavailable, VramgateError
 
 _LOG = logging.getLogger(__name__)
 CONNECT_PATIENCE_S = 15.0
-UNREADABLE_PATIENCE_S = 60.0
 CRASH_BACKOFF_S = (0.0, 0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 SWIFT_S = 1.0
-BLAMES_THE_JOB = frozenset({13, 31, 43, 45})
-"""Xids that a program's own fault raises; any other speaks of the hardware or its driver."""
-
-CardState = Literal["starting", "ready", "down", "draining"]
 
 
 class CardGone(VramgateError):
@@ -60,7 +55,7 @@ class CardGone(VramgateError):
 
 @dataclass(frozen=True, slots=True)
 class CardPlace:
-    """Where a card is: its host, and whether it is simulated."""
+    """Where a card is: its host, whether it is simulated, and where its models are looked up."""
 
     host: str
     simulated: bool
@@ -72,43 +67,39 @@ class Supervisor:
     """Runs one card until it is told to stop."""
 
     def __init__(self, settings: Settings, card: DriverCard, place: CardPlace) -> None:
-        self._settings = settings
-        self._card = card
-        self._place = place
+        self._settings, self._card, self._place = settings, card, place
         self._clock = ServerClock()
         self._sampler = Sampler(card, self._clock, timeout_s=settings.agent.nvml_timeout_s)
         self._headroom = budget.choose_headroom(
             settings.agent.headroom, total=card.total, simulated=place.simulated
         )
         self._models = CardModels(settings, uuid=card.uuid, name=f"{place.host}:{card.index}")
-        self._intake = Intake(
-            self._models,
-            Limits(cancel_grace_s=settings.agent.cancel_grace_s, headroom=self._headroom),
-            changed=self._work_changed,
+        self._held = Held(self._work_changed)
+        self._voice = Voice(self._models, self._held)
+        around = Surroundings(
             kill=self._want_kill,
             event=self._on_event,
+            sample=lambda: self._sampler.last,
+            is_silent=lambda: self._clock.silence_s() > settings.clocks.session_s / 2,
+            cancel_grace_s=settings.agent.cancel_grace_s,
+            headroom=self._headroom,
         )
-        self._intake.sample = lambda: self._sampler.last
-        self._intake.is_silent = self._is_silent
+        self._intake = Intake(self._models, self._held, around)
         self._loader = Loader(self._models, self._intake, timeout_s=settings.agent.load_timeout_s)
-        self._state: CardState = "starting"
-        self._reason: str | None = "the agent is starting"
-        self._published: tuple[HostedModel, ...] = ()
-        self._models_number = 0
-        self._word: Word | None = None
+        self._watch = CardWatch(
+            self._sampler,
+            Consequences(self._cordon, self._card_lost, self._card_found, self._give_up),
+            card=card.uuid,
+            headroom=self._headroom,
+            hangs_after_s=settings.agent.nvml_timeout_s,
+        )
         self._child: ChildProcess | None = None
         self._kill_reason: str | None = None
-        self._cap: int | None = None
         self._deaths = 0
         self._succeeded_before = 0
         self._wake_up = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._lost_session: str | None = None
-        self._unreadable_since: float | None = None
-        self._is_accepting = True
-        self._is_registered = False
-        self._is_beating = False
-        self._fatal: VramgateError | None = None
+        self._fatal: BaseException | None = None
 
     # -- from start to end
 
@@ -116,17 +107,18 @@ class Supervisor:
         """Serve the card until SIGTERM or SIGINT. Raises VramgateError in one line when that is not
         possible.
         """
-        loop = asyncio.get_running_loop()
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
+            self._loop.add_signal_handler(number, self._stop)
         lock = CardLock.acquire(self._card.uuid, host_dir=self._place.host_dir)
         try:
             self._store = await self._connect()
             try:
-                await self._serve_session()
+                await self._serve()
             finally:
                 await self._store.close()
+        except Stopped:
+            log_event(_LOG, "agent_stopped_early", card=self._card.uuid)
         finally:
             if self._child is not None:
                 self._child.kill()
@@ -138,99 +130,62 @@ class Supervisor:
     async def _connect(self) -> Store:
         """A ledger that is not there yet is waited for: boxes start in any order."""
         deadline = time.monotonic() + CONNECT_PATIENCE_S
-        told = False
-        while True:
+        is_told = False
+        while not self._stopping.is_set():
             try:
                 return await Store.connect(self._settings)
             except StoreUnavailable as error:
-                if time.monotonic() > deadline or self._stopping.is_set():
+                if time.monotonic() > deadline:
                     raise
-                if not told:
+                if not is_told:
                     log_event(_LOG, "ledger_awaited", logging.WARNING, reason=error.detail)
-                told = True
+                is_told = True
             await self._pause(0.5)
+        raise Stopped
 
-    async def _serve_session(self) -> None:
-        await self._begin_session()
-        self._heartbeat = Heartbeat(
+    async def _serve(self) -> None:
+        self._session = Session(
+            self._store,
+            card=self._card.uuid,
+            describe=self._registration,
+            held=self._held,
+            intake=self._intake,
+            sampler=self._sampler,
+            clock=self._clock,
+            voice=self._voice,
+            lost=self._wake_up.set,
+            failed=self._fail,
+        )
+        await self._session.begin(self._stopping)
+        heartbeat = self._heartbeat = Heartbeat(
             self._settings,
             card=self._card.uuid,
             sampler=self._sampler,
             clock=self._clock,
-            source=self._say,
+            source=self._voice.word,
             heard=lambda word, answer: self._call(self._on_beat, word, answer),
-            lost=lambda session: self._call(self._on_lost, session),
+            lost=lambda session: self._call(self._session.lose, session),
         )
-        self._heartbeat.start()
-        self._is_beating = True
+        self._voice.nudge = heartbeat.nudge
+        heartbeat.start()
         tasks = [
-            asyncio.create_task(self._listen(), name="wake"),
-            asyncio.create_task(self._watch_card(), name="card"),
+            asyncio.create_task(self._guard(self._listen()), name="wake"),
+            asyncio.create_task(self._guard(self._watch.run(self._settings.clocks.beat_s)), name="card"),
         ]
         try:
             while not self._stopping.is_set():
                 await self._one_child()
             await self._drain()
         finally:
-            for task in (*tasks, *self._session_tasks):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, *self._session_tasks, return_exceptions=True)
-            self._word = None
-            await self._heartbeat.stop()
-            await self._leave()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._voice.fall_silent()
+            await heartbeat.stop()
+            await self._session.leave(timeout_s=self._settings.redis.command_timeout_s * 2)
             if self._child is not None:
                 await self._child.stop()
                 self._child = None
-
-    async def _begin_session(self) -> None:
-        """Take the card with a new session. One that another agent holds is waited for: ours of before may
-        be dying.
-        """
-        session = secrets.token_hex(16)
-        session_s = self._settings.clocks.session_s
-        patience_s = 3 * session_s + 2
-        deadline = time.monotonic() + patience_s
-        now_ms, is_told = 0, False
-        while not now_ms:
-            try:
-                now_ms = await cards.register(
-                    self._store, self._registration(session), state=self._state, reason=self._reason
-                )
-                continue
-            except CardTaken:
-                if time.monotonic() > deadline:
-                    raise
-                if not is_told:
-                    log_event(_LOG, "card_awaited", logging.WARNING, card=self._card.uuid)
-            except StoreUnavailable as error:
-                if not is_told:
-                    log_event(_LOG, "ledger_awaited", logging.WARNING, reason=error.detail)
-            is_told = True
-            # Often: after a silence of half a session the ledger grants sessions a grace, and ours would
-            # be the only voice.
-            await self._pause(session_s / 10)
-            if self._stopping.is_set():
-                raise SessionLost("stopped before the card was taken")
-        self._clock.hear(now_ms)
-        self._lost_session = None
-        self._emitter = Emitter(self._store, card=self._card.uuid, session=session)
-        self._exchange = Exchange(
-            self._store,
-            card=self._card.uuid,
-            session=session,
-            intake=self._intake,
-            sampler=self._sampler,
-            clock=self._clock,
-            emitter=self._emitter,
-        )
-        self._exchange.applied_changed = self._publish
-        self._is_registered = True
-        self._session_tasks = [
-            asyncio.create_task(self._exchange_until_lost(self._exchange), name="exchange"),
-            asyncio.create_task(self._emitter.run(), name="events"),
-        ]
-        self._publish()
-        log_event(_LOG, "card_registered", card=self._card.uuid, session=session)
 
     def _registration(self, session: str) -> CardRegistration:
         return CardRegistration(
@@ -252,35 +207,30 @@ class Supervisor:
 
     async def _one_child(self) -> None:
         """From a clean card through one child to a clean card."""
-        self._say_state("starting", "the torch child is starting")
+        self._voice.say("starting", "the torch child is starting")
         try:
-            baseline = await self._baseline()
+            baseline = Baseline.of(await self._sampler.read())
             child = await ChildProcess.start(self._setup(), on_message=self._on_message)
         except (ChildFailed, CardUnreadable) as error:
-            reason = str(error)
-            log_event(_LOG, "child_failed", logging.ERROR, card=self._card.uuid, reason=reason)
-            self._say_state("down", reason)
+            log_event(_LOG, "child_failed", logging.ERROR, card=self._card.uuid, reason=str(error))
+            self._voice.say("down", str(error))
             await self._back_off()
             return
         assert child.hello is not None
-        self._child, self._kill_reason, self._cap = child, None, None
-        log_event(
-            _LOG, "child_started", card=self._card.uuid, pid=child.pid, context_bytes=child.hello.context
-        )
+        self._child, self._kill_reason = child, None
         context = child.hello.context or self._settings.agent.context
-        self._sampler.attach(child.memory, context=context, pid=child.pid)
-        await self._set_cap()
+        log_event(_LOG, "child_started", card=self._card.uuid, pid=child.pid, context_bytes=context)
+        self._sampler.attach(child.memory, context=context)
+        await self._watch.follow(child)
         ended = asyncio.create_task(child.ended(), name="child-ended")
-        try:
-            await self._loader.load_all(child, room=self._room, stopping=self._stopping)
-            if child.is_alive and not self._stopping.is_set():
-                self._become_ready(child)
-            while child.is_alive and self._kill_reason is None and not self._stopping.is_set():
-                await self._until_something(ended)
-                if self._lost_session is not None:
-                    await self._live_on(child)
-        finally:
-            ended.cancel()
+        await self._loader.load_all(child, room=self._room, stopping=self._stopping)
+        self._become_ready()
+        while child.is_alive and self._kill_reason is None and not self._stopping.is_set():
+            if self._session.is_lost:
+                await self._live_on(child)
+            else:
+                await self._until_something(child, ended)
+        ended.cancel()
         if not self._stopping.is_set() or not child.is_alive:
             await self._bury(child, baseline)
 
@@ -292,47 +242,58 @@ class Supervisor:
             output_limit=self._settings.limits.output_bytes,
         )
 
-    def _become_ready(self, child: ChildProcess) -> None:
+    def _become_ready(self) -> None:
+        child = self._child
+        if child is None or not child.is_alive or self._kill_reason is not None or self._stopping.is_set():
+            return
         self._intake.open(child.send)
-        self._say_state("ready", None)
-        self._exchange.hint()
-        log_event(
-            _LOG, "card_ready", card=self._card.uuid, models=",".join(m.name for m in self._models.ready)
-        )
+        self._voice.say("ready", None)
+        self._session.hint()
+        ready = ",".join(model.name for model in self._models.ready)
+        log_event(_LOG, "card_ready", card=self._card.uuid, models=ready)
 
-    async def _until_something(self, ended: asyncio.Task[int]) -> None:
+    async def _until_something(self, child: ChildProcess, ended: asyncio.Task[int]) -> None:
+        """Until the child ends, or something happens that this loop has to deal with, or a load is due
+        again.
+        """
         woken = asyncio.create_task(self._wake_up.wait())
-        retry_in = self._loader.next_retry_s()
-        await asyncio.wait({ended, woken}, timeout=retry_in, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {ended, woken}, timeout=self._loader.next_retry_s(), return_when=asyncio.FIRST_COMPLETED
+        )
         woken.cancel()
         self._wake_up.clear()
-        child = self._child
-        if child is not None and self._loader.next_retry_s() == 0 and self._lost_session is None:
+        if self._loader.next_retry_s() == 0 and child.is_alive and not self._session.is_lost:
             await self._loader.load_due(child, room=self._room, stopping=self._stopping)
-            self._intake.open(child.send)
-            self._publish(models_changed=True)
+            self._become_ready()
+
+    async def _live_on(self, child: ChildProcess) -> None:
+        """The ledger gave us up. That is no crash: end the work, keep the models, and register anew."""
+        deadline = time.monotonic() + self._settings.agent.cancel_grace_s
+        while not self._intake.is_idle and child.is_alive and self._kill_reason is None:
+            if time.monotonic() > deadline:
+                self._want_kill("the session was lost and the work did not stop")
+                return
+            await asyncio.sleep(0.01)
+        if child.is_alive and self._kill_reason is None:
+            await self._session.renew(self._stopping)
+            self._become_ready()
 
     async def _bury(self, child: ChildProcess, baseline: Baseline) -> None:
-        """A child that died, or that has to: not ready first, then the kill, ready again when its memory
-        is back.
+        """A child that died, or has to: not ready first, then the kill, ready again when its memory is
+        back.
         """
         began = time.monotonic()
-        reason = self._kill_reason or await self._cause_of_death(child)
         crashed = self._kill_reason is None
-        log_event(
-            _LOG,
-            "child_lost" if crashed else "child_killed",
-            logging.WARNING,
-            card=self._card.uuid,
-            reason=reason,
-        )
+        reason = self._kill_reason or await self._cause_of_death(child)
+        name = "child_lost" if crashed else "child_killed"
+        log_event(_LOG, name, logging.WARNING, card=self._card.uuid, reason=reason)
         baseline = baseline.with_foreign(self._sampler.last)
         self._intake.child_ended("crashed" if crashed else "killed", detail=reason)
-        self._say_state("down", reason)
+        self._voice.say("down", reason)
         # A beat on its way may still say "ready" with a sample from before.
         swift_s = min(SWIFT_S, self._settings.redis.command_timeout_s)
         await self._heartbeat.pause(timeout_s=swift_s)
-        down = asyncio.create_task(self._card_down(reason), name="card-down")
+        down = asyncio.create_task(self._session.card_down(reason, self._stopping), name="card-down")
         # Redis silent: the memory must come back all the same. By the time it hears of it the sample is
         # stale.
         await asyncio.wait({down}, timeout=swift_s)
@@ -340,6 +301,7 @@ class Supervisor:
         await child.ended()
         self._child = None
         self._sampler.detach()
+        await self._watch.follow(None)
         self._models.child_gone()
         await self._wait_for_memory(baseline, pid=child.pid)
         await down
@@ -354,31 +316,19 @@ class Supervisor:
         self._loader.blame_load(describe_exit(code))
         return f"the child died of {describe_exit(code)}"
 
-    async def _card_down(self, reason: str) -> None:
-        try:
-            await self._exchange.card_down(reason)
-        except (SessionLost, StaleSeq):
-            self._on_lost(self._exchange.session)
-        if self._lost_session is not None:
-            await self._renew_session()
-
-    async def _baseline(self) -> Baseline:
-        return Baseline.of(await self._sampler.read())
-
     async def _wait_for_memory(self, baseline: Baseline, *, pid: int) -> None:
         bound_s = self._settings.agent.release_timeout_s
-        if await memory_back(self._sampler, baseline, pid=pid, timeout_s=bound_s, stopping=self._stopping):
-            return
-        if self._stopping.is_set():
-            return
-        reason = f"the memory of a killed child (process {pid}) was not back within {bound_s:g} s"
-        await self._cordon(reason)
-        self._say_state("down", reason)
-        while not self._stopping.is_set():
-            if await memory_back(
-                self._sampler, baseline, pid=pid, timeout_s=bound_s, stopping=self._stopping
-            ):
+        is_cordoned = False
+        while not await memory_back(
+            self._sampler, baseline, pid=pid, timeout_s=bound_s, stopping=self._stopping
+        ):
+            if self._stopping.is_set():
                 return
+            if not is_cordoned:
+                reason = f"the memory of a killed child (process {pid}) was not back within {bound_s:g} s"
+                self._voice.say("down", reason)
+                await self._cordon(reason)
+            is_cordoned = True
 
     async def _back_off(self) -> None:
         """Deaths in a row, with no success between them, come slower and slower."""
@@ -390,63 +340,22 @@ class Supervisor:
             log_event(_LOG, "child_backoff", card=self._card.uuid, seconds=delay, deaths=self._deaths)
         await self._pause(delay)
 
-    # -- sessions
-
-    async def _exchange_until_lost(self, exchange: Exchange) -> None:
-        try:
-            await exchange.run()
-        except (SessionLost, StaleSeq) as error:
-            log_event(_LOG, "session_lost", logging.WARNING, card=self._card.uuid, reason=error.detail)
-            self._on_lost(exchange.session)
-
-    def _on_lost(self, session: str) -> None:
-        if session == self._exchange.session and self._lost_session is None:
-            self._lost_session = session
-            self._word = None
-            self._intake.session_lost()
-            self._wake_up.set()
-
-    async def _live_on(self, child: ChildProcess) -> None:
-        """The ledger gave us up. That is no crash: end the work, keep the models, and register anew."""
-        deadline = time.monotonic() + self._settings.agent.cancel_grace_s
-        while not self._intake.is_idle and child.is_alive and self._kill_reason is None:
-            if time.monotonic() > deadline:
-                self._want_kill("the session was lost and the work did not stop")
-                return
-            await asyncio.sleep(0.01)
-        if child.is_alive and self._kill_reason is None:
-            await self._renew_session()
-            self._become_ready(child)
-
-    async def _renew_session(self) -> None:
-        for task in self._session_tasks:
-            task.cancel()
-        await asyncio.gather(*self._session_tasks, return_exceptions=True)
-        await self._sampler.take()
-        await self._begin_session()
-
     async def _drain(self) -> None:
         """Stop taking work, give back what has not begun, finish what has."""
-        self._say_state("draining", "the agent is shutting down")
+        self._voice.say("draining", "the agent is shutting down")
         log_event(_LOG, "agent_draining", card=self._card.uuid)
         self._intake.close()
         self._intake.give_back()
         deadline = time.monotonic() + self._settings.agent.drain_s
-        while not self._intake.is_idle and time.monotonic() < deadline and self._kill_reason is None:
-            if self._child is None or not self._child.is_alive:
+        child = self._child
+        while child is not None and child.is_alive and not self._intake.is_idle:
+            if time.monotonic() > deadline or self._kill_reason is not None:
+                child.kill()
                 break
             await asyncio.sleep(0.02)
-        if self._child is not None and not (self._intake.is_idle and self._child.is_alive):
-            self._intake.child_ended("killed", detail="the agent is shutting down")
-            self._child.kill()
-        await self._exchange.settle(timeout_s=self._settings.redis.command_timeout_s * 2)
-
-    async def _leave(self) -> None:
-        try:
-            async with asyncio.timeout(self._settings.redis.command_timeout_s * 2):
-                await cards.leave(self._store, card=self._card.uuid, session=self._exchange.session)
-        except (VramgateError, TimeoutError) as error:
-            log_event(_LOG, "leave_failed", logging.WARNING, card=self._card.uuid, reason=str(error))
+        # What still ran goes elsewhere, without a crash count.
+        self._intake.child_ended("killed", detail="the agent is shutting down")
+        await self._session.settle(timeout_s=self._settings.redis.command_timeout_s * 2)
 
     # -- what is heard
 
@@ -456,85 +365,54 @@ class Supervisor:
                 self._intake.on_started(int(message["batch"]))
             case "done":
                 self._intake.on_done(message)
-                self._publish(models_changed=True)
+                self._voice.refresh_models()
             case "progress" | "output":
                 self._intake.on_event(message)
             case "loaded" | "load_failed":
                 self._loader.on_message(message)
-                self._publish(models_changed=True)
+                self._voice.refresh_models()
             case "log":
                 log_event(_LOG, "model_log", model=message["model"], text=message["text"])
 
     def _on_event(self, job: HandedJob, kind: str, data: Mapping[str, Any]) -> None:
-        self._emitter.add(job, kind, data)
+        if self._session.emitter is not None:
+            self._session.emitter.add(job, kind, data)
 
     def _on_beat(self, word: Word, answer: BeatAnswer) -> None:
-        if word.session != self._exchange.session or self._lost_session is not None:
+        if word.session != self._session.id or self._session.is_lost:
             return
-        self._intake.started_known(word.beat.starts)
+        self._held.starts_are_known(word.beat.starts)
         self._intake.cancel(answer.cancels)
         self._intake.recall(answer.recalls)
         is_accepting = answer.operator_state == "ready"
-        if is_accepting != self._is_accepting:
+        if is_accepting != self._intake.is_accepting:
             log_event(_LOG, "operator_state", card=self._card.uuid, state=answer.operator_state)
-            self._is_accepting = self._intake.is_accepting = is_accepting
+            self._intake.is_accepting = is_accepting
         if not is_accepting:
             self._intake.give_back()
         # Work that waited for the ledger's voice may begin now.
         self._intake.dispatch()
         if answer.has_work:
-            self._exchange.hint()
+            self._session.hint()
 
     async def _listen(self) -> None:
-        """Wait for hints. A hint means work, or a cancel: claim, and beat at once where there is something
-        to cancel.
+        """Wait for hints. One means work, or a cancel: claim, and beat at once where there is what to
+        cancel.
         """
         listener = WakeListener(self._store, self._card.uuid)
         try:
             while True:
                 try:
                     if await listener.wait(self._settings.clocks.beat_s * 2):
-                        self._exchange.hint()
-                        if self._intake.held:
+                        self._session.hint()
+                        if self._held.pairs:
                             self._heartbeat.nudge()
                 except StoreUnavailable:
                     await asyncio.sleep(0.5)
         finally:
             await listener.close()
 
-    async def _watch_card(self) -> None:
-        """Follow the driver: keep the cap, cordon on hardware events, and give up a card that is gone."""
-        while True:
-            await asyncio.sleep(self._settings.clocks.beat_s)
-            for xid in await self._sampler.xids():
-                log_event(_LOG, "xid", logging.WARNING, card=self._card.uuid, xid=xid)
-                if xid not in BLAMES_THE_JOB:
-                    await self._cordon(f"the driver reported Xid {xid}")
-            await self._set_cap()
-            self._note_readability()
-
-    def _note_readability(self) -> None:
-        trouble = self._sampler.trouble
-        is_hanging = self._sampler.stuck_s > self._settings.agent.nvml_timeout_s
-        if trouble is None and not is_hanging:
-            if self._unreadable_since is not None and self._state == "down" and self._child is not None:
-                self._become_ready(self._child)
-            self._unreadable_since = None
-            return
-        reason = (
-            trouble.reason
-            if trouble is not None
-            else f"the driver has hung for {self._sampler.stuck_s:.0f} s"
-        )
-        if self._unreadable_since is None:
-            self._unreadable_since = time.monotonic()
-            log_event(_LOG, "card_unreadable", logging.ERROR, card=self._card.uuid, reason=reason)
-        if trouble is not None and trouble.lost and self._state == "ready":
-            self._intake.close()
-            self._say_state("down", reason)
-        if time.monotonic() - self._unreadable_since > UNREADABLE_PATIENCE_S:
-            self._fatal = CardGone(f"card {self._card.uuid}: {reason}; the agent gives up")
-            self._stop()
+    # -- what happens to the card
 
     async def _cordon(self, reason: str) -> None:
         log_event(_LOG, "card_cordoned", logging.ERROR, card=self._card.uuid, reason=reason)
@@ -543,62 +421,21 @@ class Supervisor:
         except VramgateError as error:
             log_event(_LOG, "cordon_failed", logging.ERROR, card=self._card.uuid, reason=error.detail)
 
-    # -- what is said
+    def _card_lost(self, reason: str) -> None:
+        self._intake.close()
+        self._voice.say("down", reason)
 
-    def _say_state(self, state: CardState, reason: str | None) -> None:
-        self._state, self._reason = state, reason
-        self._publish(models_changed=True)
-        if self._is_beating:
-            self._heartbeat.nudge()
+    def _card_found(self) -> None:
+        self._become_ready()
 
-    def _work_changed(self) -> None:
-        self._publish()
-        self._exchange.kick()
-
-    def _publish(self, *, models_changed: bool = False) -> None:
-        """Replace the word that the heartbeat says: held jobs and applied number always belong together."""
-        if self._lost_session is not None or not self._is_registered:
-            return
-        if models_changed:
-            published = self._models.published()
-            if published != self._published:
-                self._published = published
-                self._models_number += 1
-        self._word = Word(
-            session=self._exchange.session,
-            beat=Beat(
-                state=self._state,
-                reason=self._reason,
-                applied_seq=self._exchange.applied,
-                held=self._intake.held,
-                starts=(),
-                sample=None,
-                models=self._published,
-            ),
-            slots=self._models.slots,
-            models_number=self._models_number,
-        )
-
-    def _say(self) -> Word | None:
-        """For the heartbeat's thread: the word, with the starts as old as they are now."""
-        word = self._word
-        if word is None:
-            return None
-        return dataclasses.replace(word, beat=dataclasses.replace(word.beat, starts=self._intake.starts()))
+    def _give_up(self, reason: str) -> None:
+        self._fail(CardGone(reason))
 
     # -- small things
 
-    async def _set_cap(self) -> None:
-        sample = await self._sampler.take()
-        child = self._child
-        if sample is None or child is None:
-            return
-        cap = budget.allocator_cap(sample, headroom=self._headroom)
-        if budget.has_moved(cap, self._cap, total=sample.total):
-            self._cap = cap
-            child.send({"t": "cap", "bytes": cap})
-        else:
-            child.send({"t": "ping"})
+    def _work_changed(self) -> None:
+        self._voice.refresh()
+        self._session.kick()
 
     async def _room(self) -> int:
         """Bytes for one more model, beside those that are loaded."""
@@ -606,9 +443,6 @@ class Supervisor:
         if sample is None:
             return 0
         return budget.allocator_cap(sample, headroom=self._headroom) - self._models.resident
-
-    def _is_silent(self) -> bool:
-        return self._clock.silence_s() > self._settings.clocks.session_s / 2
 
     def _want_kill(self, reason: str) -> None:
         if self._kill_reason is None:
@@ -618,6 +452,22 @@ class Supervisor:
     def _stop(self) -> None:
         self._stopping.set()
         self._wake_up.set()
+
+    def _fail(self, error: BaseException) -> None:
+        """Something that must run has ended: better no agent than half of one. Whoever watches us starts
+        another.
+        """
+        if self._fatal is None:
+            if not isinstance(error, VramgateError):
+                _LOG.error("agent_broken", exc_info=error)
+            self._fatal = error
+        self._stop()
+
+    async def _guard(self, work: Any) -> None:
+        try:
+            await work
+        except Exception as error:
+            self._fail(error)
 
     def _call(self, function: Any, *args: Any) -> None:
         """From the heartbeat's thread into ours."""

@@ -6,9 +6,10 @@ own code does happens in one of its lanes' threads, so that the thread that read
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import os
-import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 
 from gpu_agent.child.context import LaneContext
+from gpu_agent.child.lanes import Lane, Lanes
 from gpu_agent.child.loader import LoadFailed, describe, find_class, publish
 from gpu_agent.child.profile import Line, climb, envelope
-from gpu_agent.child.runner import Hosted, Order, Poisoned, Runner
+from gpu_agent.child.runner import Hosted, Order, Runner
 from gpu_agent.device.torch_device import TorchDevice
 from gpu_agent.device.verdict import Verdict, classify
 from vramgate.model import Model
@@ -27,26 +29,6 @@ from vramgate.quantities import format_size
 from vramgate.units import compile_units
 
 EXIT_POISONED = 70
-
-
-class Lane(threading.Thread):
-    """One thread that runs what it is given, in order: a load, or batches."""
-
-    def __init__(
-        self, number: int, work: queue.SimpleQueue[Callable[[int], None]], *, poisoned: Callable[[str], None]
-    ):
-        super().__init__(name=f"lane-{number}", daemon=True)
-        self._number = number
-        self._work = work
-        self._poisoned = poisoned
-
-    def run(self) -> None:
-        while True:
-            step = self._work.get()
-            try:
-                step(self._number)
-            except Poisoned as error:
-                self._poisoned(str(error))
 
 
 class Hosting:
@@ -57,23 +39,25 @@ class Hosting:
         self._runner = runner
         self._directories = directories
         self._hosted: dict[str, Hosted] = {}
-        self._work: dict[str, queue.SimpleQueue[Callable[[int], None]]] = {}
+        self._lanes: dict[str, Lanes] = {}
         self._orders: dict[int, Order] = {}
-        self._next_lane = 0
+        self._numbers = itertools.count()
 
     def load(self, message: Mapping[str, Any]) -> None:
         """Begin to load a model; `loaded` or `load_failed` is sent when it is over."""
         name = str(message["model"])
-        self._work.setdefault(name, queue.SimpleQueue())
-        self._start_lane(name)
-        self._work[name].put(lambda lane: self._load(message, lane))
+        lanes = self._lanes.get(name)
+        if lanes is None:
+            lanes = self._lanes[name] = Lanes(name, lambda: next(self._numbers), broken=self._broken)
+        lanes.grow_to(1)
+        lanes.put(lambda lane: self._load(message, lane))
 
     def run(self, message: Mapping[str, Any]) -> None:
         """Put a batch before its model's lanes."""
         name, number = str(message["model"]), int(message["batch"])
         order = Order(number, [(str(j), bytes(i), float(u)) for j, i, u in message["jobs"]])
         self._orders[number] = order
-        self._work[name].put(lambda lane: self._run(name, order, lane))
+        self._lanes[name].put(lambda lane: self._run(name, order, lane))
 
     def cancel(self, batch: int, item: int) -> None:
         """Flag one item; an order that is over is ignored."""
@@ -85,38 +69,35 @@ class Hosting:
         """Let each model let go, one after the other, all within the time."""
         for name in list(self._hosted):
             over = threading.Event()
-            self._work[name].put(lambda lane, n=name, o=over: self._unload(n, o))  # type: ignore[misc]
+            self._lanes[name].put(functools.partial(self._unload, name, over))
             over.wait(timeout_s)
 
-    def _start_lane(self, name: str) -> None:
-        Lane(self._next_lane, self._work[name], poisoned=self._poisoned).start()
-        self._next_lane += 1
-
-    def _poisoned(self, reason: str) -> None:
+    def _broken(self, reason: str) -> None:
         try:
             self._runner.send({"t": "poisoned", "reason": reason})
         finally:
             # Nothing of this context may answer any more; atexit handlers would touch the card again.
             os._exit(EXIT_POISONED)
 
-    def _run(self, name: str, order: Order, lane: int) -> None:
+    def _run(self, name: str, order: Order, lane: Lane) -> None:
         hosted = self._hosted[name]
         try:
-            self._runner.run(hosted, hosted.contexts[lane % len(hosted.contexts)], order, lane=lane)
+            self._runner.run(hosted, hosted.contexts[lane.index], order, lane=lane.number)
         finally:
             self._orders.pop(order.number, None)
 
-    def _unload(self, name: str, over: threading.Event) -> None:
+    def _unload(self, name: str, over: threading.Event, lane: Lane) -> None:
         hosted = self._hosted.pop(name, None)
         try:
             if hosted is not None:
-                hosted.model.unload()
+                with self._device.tracking(lane=lane.number):
+                    hosted.model.unload()
         except Exception as error:
             self._runner.send({"t": "log", "model": name, "text": f"unload: {describe(error)}"})
         finally:
             over.set()
 
-    def _load(self, message: Mapping[str, Any], lane: int) -> None:
+    def _load(self, message: Mapping[str, Any], lane: Lane) -> None:
         name = str(message["model"])
         try:
             answer = self._loaded(message, lane)
@@ -126,7 +107,7 @@ class Hosting:
             answer = {"t": "load_failed", "model": name, "reason": failed.reason, "final": failed.is_final}
         self._runner.send(answer)
 
-    def _loaded(self, message: Mapping[str, Any], lane: int) -> dict[str, Any]:
+    def _loaded(self, message: Mapping[str, Any], lane: Lane) -> dict[str, Any]:
         name, room = str(message["model"]), int(message["room"])
         cls, version = find_class(str(message["entrypoint"]), self._directories)
         descriptor = publish(cls, version=message["version"] or version)
@@ -140,7 +121,7 @@ class Hosting:
         hosted: Hosted | None = None
         failure: LoadFailed | None = None
         try:
-            with self._device.tracking(lane=lane):
+            with self._device.tracking(lane=lane.number):
                 hosted = Hosted(name, cls(), contexts)
                 hosted.model.load(contexts[0])
                 self._device.adopt(hosted.model)
@@ -153,15 +134,14 @@ class Hosting:
             # Only now is the except block over, and with it the traceback that held the weights.
             raise failure or LoadFailed(f"{name}: no instance", is_final=True)
         weights = max(0, self._device.allocated() - before)
-        line, note = self._measure(hosted, room=room - weights, known=message.get("known"), lane=lane)
+        line, note = self._measure(hosted, room=room - weights, known=message.get("known"), lane=lane.number)
         resident = weights + hosted.buffer_bytes
         # Measuring has filled the cache with blocks that no one may need again.
         self._device.empty_cache()
         if line.at(1.0) + resident > room:
             raise _does_not_fit(name, line.at(1.0) + resident, room, "takes, with its smallest input,")
         self._hosted[name] = hosted
-        for _ in range(lanes - 1):
-            self._start_lane(name)
+        self._lanes[name].grow_to(lanes)
         return {
             "t": "loaded",
             "model": name,

@@ -80,5 +80,5 @@ def start_agent(server: TestServer, pool: str, tmp_path: Path) -> Iterator[Start
         return agent
 
     yield start
-    for agent in started:
+    for agent in reversed(started):
         agent.close()
