@@ -11,8 +11,8 @@ __all__ = ["create_app"]
 
 
 def __getattr__(name: str) -> Any:
-    # Late, because `python -m gateway` passes here first: it has to look for packages that shadow ours, and to set up
-    # shared metrics, before anything else is imported.
+    # Late, because `python -m gateway` passes here first: it has to look for packages that shadow ours, and
+    # to set up shared metrics, before anything else is imported.
     if name == "create_app":
         from gateway.app import create_app
 

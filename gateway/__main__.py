@@ -54,7 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _shared_metrics(workers: int) -> Iterator[None]:
-    """A folder in which several workers share their counts. prometheus_client looks for it once, at its import."""
+    """A folder in which several workers share their counts.
+
+    prometheus_client looks for it once, at its import.
+    """
     if workers == 1:
         yield
         return
@@ -89,7 +92,10 @@ def _shadowed() -> str | None:
         spec = importlib.util.find_spec(name)
         found = Path(spec.origin).resolve() if spec is not None and spec.origin else None
         if found is None or found.parent.parent != home:
-            return f"the package {name} is taken from {found}, and not from {home}; start with `python -P -m gateway`"
+            return (
+                f"the package {name} is taken from {found}, and not from {home}; "
+                "start with `python -P -m gateway`"
+            )
     return None
 
 

@@ -1,7 +1,7 @@
 """The application: create_app(settings).
 
-Owns: how the parts of one worker are put together, started and ended, and what is common to every route (problems,
-echoed headers, counts). Does not own: sockets, signals and worker processes (`gateway.serve`).
+Owns: how the parts of one worker are put together, started and ended, and what is common to every route
+(problems, echoed headers, counts). Does not own: sockets, signals and worker processes (`gateway.serve`).
 """
 
 from __future__ import annotations

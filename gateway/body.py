@@ -1,7 +1,7 @@
 """Request bodies: read within their limits, and taken apart by their media type.
 
-Owns: the size limit (by Content-Length before reading, and while reading), nesting, literals that JSON does not
-have, and what of a body are inputs and what are options. Does not own: whether the inputs fit the model
+Owns: the size limit (by Content-Length before reading, and while reading), nesting, literals that JSON does
+not have, and what of a body are inputs and what are options. Does not own: whether the inputs fit the model
 (`gateway.validation`).
 """
 
@@ -36,7 +36,10 @@ _ENVELOPE = ("inputs", "options")
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A body taken apart. inputs: an object; for `fields` its values are bytes, str or lists of them; for `raw` bytes."""
+    """A body taken apart.
+
+    inputs: an object; for `fields` its values are bytes, str or lists of them; for `raw` bytes.
+    """
 
     kind: Kind
     inputs: Any
@@ -65,7 +68,10 @@ def check_length(request: Request, limit: int) -> None:
 
 
 async def read(request: Request, limit: int) -> bytes:
-    """The whole body. Raises TooLarge as soon as it is over `limit`, ClientDisconnect when the client left."""
+    """The whole body.
+
+    Raises TooLarge as soon as it is over `limit`, ClientDisconnect when the client left.
+    """
     chunks: list[bytes] = []
     size = 0
     more = True

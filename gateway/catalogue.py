@@ -1,8 +1,8 @@
 """The models of the pool as this worker last saw them, with their compiled readers.
 
-Owns: which version's schema and estimate an infer call is measured against. Gateways need no model configuration: agents
-publish all of it. Does not own: when to look again, except that an unknown name looks at once, so that a model that has
-just registered is not a 404 until the next beat.
+Owns: which version's schema and estimate an infer call is measured against. Gateways need no model
+configuration: agents publish all of it. Does not own: when to look again, except that an unknown name looks
+at once, so that a model that has just registered is not a 404 until the next beat.
 """
 
 from __future__ import annotations
@@ -36,16 +36,20 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What `name` or `name@version` stands for now. readers: one per version that may run the job, never empty."""
+    """What `name` or `name@version` stands for now.
+
+    readers: one per version that may run the job, never empty.
+    """
 
     name: str
     asked: str
     readers: tuple[InputReader, ...]
 
     def measure(self, body: Body, vram: int | None) -> Measured:
-        """Inputs as the first version that takes them reads them, and the largest lease that any of those needs.
+        """Inputs as the first version that takes them reads them, and the largest lease that any needs.
 
-        Any of the versions may run the job, so the estimate must do for each. Raises the first version's refusal.
+        Any of the versions may run the job, so the estimate must do for each. Raises the first version's
+        refusal.
         """
         first_error: Refused | None = None
         read: Measured | None = None
@@ -92,13 +96,17 @@ class Catalogue:
         return name in self._views
 
     async def find(self, asked: str) -> Entry:
-        """The entry of `name` or `name@version`. Raises UnknownModel, or StoreUnavailable when nobody knows."""
+        """The entry of `name` or `name@version`.
+
+        Raises UnknownModel, or StoreUnavailable when nobody knows.
+        """
         entry = self._entries.get(asked) or self._enter(asked)
         if entry is not None:
             return entry
         asked_at = time.monotonic()
         async with self._looking:
-            # One look serves all who asked before it began: unknown names cost one look at a time, not one each.
+            # One look serves all who asked before it began: unknown names cost one look at a time, not one
+            # each.
             if self._looked < asked_at:
                 await self.refresh()
         entry = self._enter(asked)

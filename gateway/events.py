@@ -1,11 +1,12 @@
 """A job's events as a stream (server-sent events): for infer, and for GET /v1/jobs/{id}/events.
 
-Owns: what is told and in which order (`queued`, `running`, `progress`, `output`, `reset`, then exactly one `done` or
-`error`), the ids that a client resumes from, and the end when the client leaves. Does not own: when something happened
-to the job; the ledger's news say so, and the position in the queue is looked up on an interval.
+Owns: what is told and in which order (`queued`, `running`, `progress`, `output`, `reset`, then exactly one
+`done` or `error`), the ids that a client resumes from, and the end when the client leaves. Does not own: when
+something happened to the job; the ledger's news say so, and the position in the queue is looked up on an
+interval.
 
-An id is `<attempt>-<stream id>`. Only what the agent emitted and `reset` carry one, so a client that resumes is told
-its place in the queue anew, and nothing that it has already seen.
+An id is `<attempt>-<stream id>`. Only what the agent emitted and `reset` carry one, so a client that resumes
+is told its place in the queue anew, and nothing that it has already seen.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ def encode(event: str, data: Any, event_id: str | None = None) -> bytes:
 
 
 class Teller:
-    """What one listener was told so far, and therefore what is to be told next. Pure: no clock, no connection."""
+    """What one listener was told so far, and therefore what is to be told next.
+
+    Pure: no clock, no connection.
+    """
 
     def __init__(self, resume: tuple[int, str] | None = None) -> None:
         self.cursor = "0" if resume is None else resume[1]
@@ -121,7 +125,8 @@ class Teller:
 class EventStream(Response):
     """Streams a job's events to one client until its end, the client's, or this worker's.
 
-    submit: the infer call that this answers, whose job is given up when the client leaves. outcome: known already.
+    submit: the infer call that this answers, whose job is given up when the client leaves. outcome: known
+    already.
     """
 
     media_type = "text/event-stream"

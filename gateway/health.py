@@ -1,7 +1,8 @@
 """Is this process alive, may a balancer send it requests, can the pool serve, and what does it count.
 
-/livez asks nobody. /readyz?scope=gateway is for load balancers: an overloaded or cardless pool still gets requests, so
-that callers see our refusal and not the balancer's. /readyz alone says whether a request could succeed.
+/livez asks nobody. /readyz?scope=gateway is for load balancers: an overloaded or cardless pool still gets
+requests, so that callers see our refusal and not the balancer's. /readyz alone says whether a request could
+succeed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ async def livez(gateway: Gateway, request: Request) -> Response:
 
 
 async def readyz(gateway: Gateway, request: Request) -> Response:
-    """GET /readyz[?scope=gateway]: 200, or 503 with the reason. Not logged as a refusal: it is asked all the time."""
+    """GET /readyz[?scope=gateway]:
+
+    200, or 503 with the reason. Not logged as a refusal: it is asked all the time.
+    """
     scope = request.query_params.get("scope")
     if scope not in (None, "gateway"):
         raise InvalidInput(f"scope must be gateway or left out, got {scope[:40]!r}", field="scope")

@@ -1,7 +1,8 @@
 """POST /v1/models/{model}/infer: from a request to an answer.
 
-Owns: the order of the checks (sizes, key, form, schema, units, all before anything is stored) and the three ways to
-answer: wait for it, 202 at once or after a while, or a stream of events. Does not own: each of those checks.
+Owns: the order of the checks (sizes, key, form, schema, units, all before anything is stored) and the three
+ways to answer: wait for it, 202 at once or after a while, or a stream of events. Does not own: each of those
+checks.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ async def _conclude(
         raise ClientLeft(job_id=job_id)
     if outcome is Ended.CLOSING:
         raise Draining(
-            "this gateway ends before the job does; send the request again under the same key, or GET the job",
+            "this gateway ends before the job; send the request again under the same key, or GET the job",
             job_id=job_id,
         )
     found = await gateway.ledger.outcome(job_id, tenant=submit.tenant)

@@ -1,6 +1,7 @@
 """The jobs of a caller: one by id (also waited for), a page of them, and the end of one.
 
-Owns: the routes under /v1/jobs but for the events. Does not own: the rules of cancelling (`scheduler.admission`).
+Owns: the routes under /v1/jobs but for the events. Does not own: the rules of cancelling
+(`scheduler.admission`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ STATES = ("queued", "leased", "running", *sorted(SETTLED))
 
 
 async def get_job(gateway: Gateway, request: Request) -> Response:
-    """GET /v1/jobs/{id}[?wait_s=N]: 200 in any state; with wait_s, not before it is settled or N seconds passed."""
+    """GET /v1/jobs/{id}[?wait_s=N]:
+
+    200 in any state; with wait_s, not before it is settled or N seconds passed.
+    """
     form = headers.parse_accept(request.headers.get("accept"))
     wait_s = _wait_s(request.query_params.get("wait_s"))
     job_id = request.path_params["job_id"]

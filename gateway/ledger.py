@@ -1,11 +1,11 @@
 """This worker's tie to the ledger: its connection, its session, its result reader, and the clients it lost.
 
-Owns: connecting (again and again where there is no server yet), the beat that keeps the session, counting of waiters per
-job, and telling the ledger of clients that left, in the background and until it is told. Does not own: any rule; every
-call goes on to `scheduler`.
+Owns: connecting (again and again where there is no server yet), the beat that keeps the session, counting of
+waiters per job, and telling the ledger of clients that left, in the background and until it is told. Does not
+own: any rule; every call goes on to `scheduler`.
 
-The beat runs in the event loop and not in a thread: a loop that cannot beat within a session cannot answer anybody
-either, and its clients should then count as left.
+The beat runs in the event loop and not in a thread: a loop that cannot beat within a session cannot answer
+anybody either, and its clients should then count as left.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class _Departure:
 
 
 class Ledger:
-    """One per worker process. `start` returns also while there is no server; calls raise StoreUnavailable until then."""
+    """One per worker process.
+
+    `start` returns also while there is no server; calls raise StoreUnavailable until then.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.worker = secrets.token_hex(16)
@@ -79,7 +82,10 @@ class Ledger:
     # Life
 
     async def start(self, on_models: Callable[[], Awaitable[None]]) -> None:
-        """Connect and keep beating. `on_models` is awaited whenever the pool's models changed. Raises BadStore."""
+        """Connect and keep beating.
+
+        `on_models` is awaited whenever the pool's models changed. Raises BadStore.
+        """
         self._on_models = on_models
         await self._beat_once()
         self._tasks = [
@@ -167,7 +173,10 @@ class Ledger:
     # Jobs
 
     async def submit(self, request: SubmitRequest) -> Submitted:
-        """Store, join or replay. Where the outcome of the call is unknown, the job is given up in the background."""
+        """Store, join or replay.
+
+        Where the outcome of the call is unknown, the job is given up in the background.
+        """
         try:
             return await admission.submit(self.store, request)
         except StoreUnavailable:
@@ -247,7 +256,10 @@ class Ledger:
 
     @contextlib.contextmanager
     def expecting(self, job_id: str) -> Iterator[asyncio.Future[Outcome]]:
-        """The future of a stored job's outcome, shared by all who wait for it here; do not await it unshielded."""
+        """The future of a stored job's outcome, shared by all who wait for it here;
+
+        do not await it unshielded.
+        """
         reader = self._results
         future = reader.expect(job_id)
         try:

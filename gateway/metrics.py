@@ -1,8 +1,9 @@
-"""What `/metrics` shows: this gateway's own counts, and the pool's gauges read from the ledger at each scrape.
+"""What `/metrics` shows: this gateway's own counts, and the pool's gauges as the ledger has them at a scrape.
 
-Owns: the names and labels; labels are bounded (route, code, card, model known to the pool), never a job id. With
-several workers the counts live in files that all of them share (prometheus_client's multiprocess mode, switched on by
-`gateway.serve` before anything is imported); the pool's gauges are read anew, so no worker's copy is ever stale.
+Owns: the names and labels; labels are bounded (route, code, card, model known to the pool), never a job id.
+With several workers the counts live in files that all of them share (prometheus_client's multiprocess mode,
+switched on by `gateway.serve` before anything is imported); the pool's gauges are read anew, so no worker's
+copy is ever stale.
 """
 
 from __future__ import annotations

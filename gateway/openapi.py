@@ -18,8 +18,8 @@ Json = dict[str, Any]
 
 _STREAMS = {"Events": "text/event-stream", "Metrics": "text/plain"}
 _HEADERS = {
-    "Idempotency-Key": "1 to 255 printable ASCII characters, bare or quoted: a retry joins the run in flight or gets "
-    "its stored answer",
+    "Idempotency-Key": "1 to 255 printable ASCII characters, bare or quoted: "
+    "a retry joins the run in flight or gets its stored answer",
     "Prefer": "`respond-async` or `respond-async, wait=10` (RFC 7240)",
     "X-Request-Id": "echoed and logged",
     "traceparent": "echoed and logged",
@@ -115,8 +115,8 @@ def _infer_body() -> Json:
     envelope = {"schema": _ref("InferRequest")}
     return {
         "required": True,
-        "description": "The whole body may be the model's only required field when that is bytes; a form has one part "
-        "per field. For both, options are query parameters.",
+        "description": "The whole body may be the model's only required field when that is bytes; "
+        "a form has one part per field. For both, options are query parameters.",
         "content": {
             "application/json": envelope,
             "application/msgpack": envelope,

@@ -1,7 +1,7 @@
 """The options of one infer call: priority, the three clocks, and the least bytes to lease.
 
-Owns: names, types, bounds, and the refusal that names a wrong one. Does not own: the defaults of the clocks, which
-are settings.
+Owns: names, types, bounds, and the refusal that names a wrong one. Does not own: the defaults of the clocks,
+which are settings.
 """
 
 from __future__ import annotations

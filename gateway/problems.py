@@ -102,7 +102,7 @@ def problem_response(refused: Refused) -> Response:
 
 
 class LastWords(Response):
-    """An answer to a client that is still sending: it is sent at once, and the rest is heard out for a moment.
+    """An answer to a client that is still sending: sent at once, and the rest is heard out for a moment.
 
     Closing with unread bytes resets the connection, and then the client never reads why.
     """

@@ -1,6 +1,7 @@
 """Every route of the service in one table: method, path, what runs, and which refusals it can answer with.
 
-The routes of the application and its OpenAPI document are both made from this table, so that none is undocumented.
+The routes of the application and its OpenAPI document are both made from this table, so that none is
+undocumented.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Endpoint = Callable[[Gateway, Request], Awaitable[Response]]
 _ALWAYS = ("internal", "unauthenticated", "forbidden", "method_not_allowed")
 _READ = (*_ALWAYS, "not_acceptable", "store_unavailable")
 _OF_A_JOB = (
-    "rejected_by_model", "wait_timeout", "no_ready_card", "memory_critical", "lost", "run_timeout", "total_timeout",
+    "rejected_by_model", "wait_timeout", "no_ready_card", "memory_critical", "lost", "run_timeout",
+    "total_timeout",
     "model_error", "non_finite", "output_too_large", "oom", "crashed", "cancelled", "result_expired",
 )  # fmt: skip
 _INFER = (

@@ -1,8 +1,9 @@
 """The gateway as a process: one socket, N workers, and an end that loses nobody.
 
-Owns: binding, worker processes, signals, and the order of the end. uvicorn alone closes its listeners first; here the
-worker says that it drains while it still listens, so that balancers see it, then stops accepting, finishes what waits
-within a grace, and sends away the rest, whose jobs stay in the ledger to be joined by key at another gateway.
+Owns: binding, worker processes, signals, and the order of the end. uvicorn alone closes its listeners first;
+here the worker says that it drains while it still listens, so that balancers see it, then stops accepting,
+finishes what waits within a grace, and sends away the rest, whose jobs stay in the ledger to be joined by key
+at another gateway.
 
 A worker whose parent died stops listening at once, so that a restarted gateway finds its port free.
 """
@@ -91,7 +92,8 @@ def _refuse_open_door(settings: Settings) -> None:
     host = settings.gateway.host
     if not is_loopback(host) and not settings.gateway.insecure:
         raise CannotStart(
-            f"{host} can be reached from other hosts and there are no keys; listen on 127.0.0.1 or say --insecure",
+            f"{host} can be reached from other hosts and there are no keys; "
+            "listen on 127.0.0.1 or say --insecure",
             exit_code=2,
         )
 
@@ -149,7 +151,8 @@ class Worker:
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                # Who may operate is judged by the peer itself and by the presence of these headers, never by their text.
+                # Who may operate is judged by the peer itself and by the presence of these headers, never by
+                # their text.
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(self._settings.grace_s + BACKSTOP_S),
@@ -281,7 +284,8 @@ class Parent:
     def _pass_on(self, number: int, _: object) -> None:
         if not self._is_ending:
             self._is_ending = True
-            # No longer ours: once the workers have closed it, new connections are refused and not left waiting.
+            # No longer ours: once the workers have closed it, new connections are refused and not left
+            # waiting.
             self._listener.close()
         for worker in self._workers.values():
             if worker.pid is not None and worker.is_alive():

@@ -1,11 +1,12 @@
 """Inputs against the schema that an agent published: checked, decoded, measured.
 
-Owns: the compiled validator of one version of a model, where its schema wants bytes or arrays, and the units of an
-input. Does not own: what only the pydantic class catches (the child says `rejected_by_model`), nor bodies.
+Owns: the compiled validator of one version of a model, where its schema wants bytes or arrays, and the units
+of an input. Does not own: what only the pydantic class catches (the child says `rejected_by_model`), nor
+bodies.
 
-Bytes are `{"type": "string", "format": "binary"}` in JSON Schema, as pydantic writes them: base64 in JSON, bin in
-msgpack, a part of a form. Length bounds of such a field count bytes, not base64 characters, so the validator is
-compiled without them and they are checked after decoding.
+Bytes are `{"type": "string", "format": "binary"}` in JSON Schema, as pydantic writes them: base64 in JSON,
+bin in msgpack, a part of a form. Length bounds of such a field count bytes, not base64 characters, so the
+validator is compiled without them and they are checked after decoding.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ class InputReader:
             self.raw_field = required[0]
 
     def read(self, body: Body) -> dict[str, Any]:
-        """Decoded inputs: bytes as bytes, arrays as nested lists. Raises InvalidInput, UnsupportedMediaType."""
+        """Decoded inputs:
+
+        bytes as bytes, arrays as nested lists. Raises InvalidInput, UnsupportedMediaType.
+        """
         if body.kind == "json":
             self._validate(body.inputs)
             return self._decode_json(body.inputs) if self._has_bytes else body.inputs
@@ -263,7 +267,10 @@ def _nest(flat: Iterator[Any], shape: list[int]) -> list[Any]:
 
 
 def _shadow(shape: _Shape, value: Any) -> Any:
-    """`value` as the validator can see it: text in place of bytes where bytes belong, and no text elsewhere."""
+    """`value` as the validator can see it:
+
+    text in place of bytes where bytes belong, and no text elsewhere.
+    """
     if isinstance(value, bytes):
         return "" if shape.is_bytes else {"bytes": len(value)}
     if isinstance(value, dict):

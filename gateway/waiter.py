@@ -1,7 +1,7 @@
 """Waiting for an outcome while the client is still there.
 
-Owns: the first of four ends of a wait: the outcome, the client's disconnect, the last moment, or this worker's own end.
-Does not own: what is done then.
+Owns: the first of four ends of a wait: the outcome, the client's disconnect, the last moment, or this
+worker's own end. Does not own: what is done then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A gateway worker inside the test's own loop, before a real server, and an agent that answers as each test says."""
+"""A gateway worker in the test's loop, before a real server, and an agent that answers as the test says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.gateway.waiting import until
 from tests.ledger.fake_agent import FakeAgent, ok
 
 MIB = 2**20
-PICTURE = {
+PICTURE: dict[str, object] = {
     "type": "object",
     "properties": {
         "image": {"type": "string", "format": "binary", "minLength": 1, "maxLength": 1_000_000},
@@ -29,7 +29,7 @@ PICTURE = {
     },
     "required": ["image"],
 }
-SQUARE = {
+SQUARE: dict[str, object] = {
     "type": "object",
     "properties": {
         "height": {"type": "integer", "minimum": 1, "maximum": 4096},

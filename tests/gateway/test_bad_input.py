@@ -93,6 +93,12 @@ async def test_nesting_up_to_the_limit_is_read(http: httpx.AsyncClient, agent: F
     assert response.status_code == 202, response.text
 
 
+def grid(dtype: str, shape: list[int], data: bytes) -> bytes:
+    array = {"dtype": dtype, "shape": shape, "data": data}
+    packed: bytes = msgpack.packb({"inputs": {"height": 1, "width": 1, "grid": array}})
+    return packed
+
+
 PACKED = [
     (b"\x81\xa6inputs", 400, "not msgpack"),
     (b"\xc1", 400, "not msgpack"),
@@ -100,10 +106,10 @@ PACKED = [
     (msgpack.packb({"inputs": {1: 2}}), 400, "msgpack"),
     (msgpack.packb({"inputs": {"x": msgpack.ExtType(5, b"")}}), 400, "ExtType"),
     (b"\x91" * 100_000, 400, ""),
-    (msgpack.packb({"inputs": {"height": 1, "width": 1, "grid": {"dtype": "x", "shape": [1], "data": b""}}}), 422, "dtype"),
-    (msgpack.packb({"inputs": {"height": 1, "width": 1, "grid": {"dtype": "int8", "shape": [9**15], "data": b""}}}), 422, "data"),
-    (msgpack.packb({"inputs": {"height": 1, "width": 1, "grid": {"dtype": "int8", "shape": [9**15, 0], "data": b""}}}), 422, "shape"),
-    (msgpack.packb({"inputs": {"height": 1, "width": 1, "grid": {"dtype": "float32", "shape": [1], "data": b"\0\0\x80\x7f"}}}), 422, "infinity"),
+    (grid("x", [1], b""), 422, "dtype"),
+    (grid("int8", [9**15], b""), 422, "data"),
+    (grid("int8", [9**15, 0], b""), 422, "shape"),
+    (grid("float32", [1], b"\0\0\x80\x7f"), 422, "infinity"),
     (msgpack.packb({"inputs": {"height": b"1", "width": 1}}), 422, "height"),
 ]  # fmt: skip
 

@@ -183,7 +183,10 @@ async def test_one_key_through_two_gateways_runs_once_though_one_is_killed(
 async def test_it_says_in_one_line_why_it_does_not_start(
     settings: Settings, own_server: TestServer, tmp_path: Path
 ) -> None:
-    """An open address without keys, a port in use, a server that evicts, a typo, a bad value: no trace of a stack."""
+    """An open address without keys, a port in use, a server that evicts, a typo, a bad value:
+
+    no trace of a stack.
+    """
     taken = socket.create_server(("127.0.0.1", 0))
     port = str(taken.getsockname()[1])
     typo = tmp_path / "vramgate.toml"

@@ -19,7 +19,10 @@ from vramgate.errors import TABLE, by_code
 
 
 async def test_readiness_says_what_is_missing(http: httpx.AsyncClient, running: Running) -> None:
-    """Alive at once; ready for a balancer without a card; ready for a request with one; draining is neither."""
+    """Alive at once;
+
+    ready for a balancer without a card; ready for a request with one; draining is neither.
+    """
     assert (await http.get("/livez")).status_code == 200
     assert (await http.get("/readyz?scope=gateway")).status_code == 200
     no_card = await http.get("/readyz")
@@ -55,7 +58,10 @@ async def test_metrics_show_the_gateway_and_the_pool(http: httpx.AsyncClient, an
 
 
 async def test_openapi_documents_every_status(http: httpx.AsyncClient) -> None:
-    """Each route lists the statuses of its refusals, as the table of errors has them; no other route exists."""
+    """Each route lists the statuses of its refusals, as the table of errors has them;
+
+    no other route exists.
+    """
     document = (await http.get("/openapi.json")).json()
     assert document == openapi.document(title="vramgate", version="0.1.0")
     documented = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
