@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from scheduler.embedded import bound_to_owner
-from vramgate.cli.exits import Failure
+from vramgate.cli.exits import FAILED, USAGE, Failure
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 30.0
@@ -76,7 +76,9 @@ class ServiceProcess:
     def refuse_end(self) -> None:
         """Raise Failure with the process's last line when it has ended: for the time of a first start."""
         if self._process is not None and self._process.returncode is not None:
-            raise Failure(f"{self.name} ended at the start: {self.last_words()}")
+            # Our services end with 2 for a wrong option or configuration, as every command does.
+            exit_code = USAGE if self._process.returncode == USAGE else FAILED
+            raise Failure(f"{self.name} ended at the start: {self.last_words()}", exit_code=exit_code)
 
     async def stop(self, hurry: asyncio.Event) -> None:
         """SIGTERM, time to drain (none once `hurry` is set), SIGKILL. Returns when the process is gone.

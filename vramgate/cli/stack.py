@@ -25,6 +25,7 @@ from vramgate.cli.exits import Failure
 from vramgate.cli.preflight import check_entrypoints, check_ports, lock_directory
 from vramgate.cli.service_process import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Say, ServiceProcess
 from vramgate.cli.services import agent_command, gateway_command
+from vramgate.cli.target import Target, open_store
 from vramgate.errors import VramgateError
 
 GATEWAY_START_S = 60.0
@@ -92,9 +93,21 @@ class Stack:
         self._lock = lock_directory(self.data_dir)
         if self._has_server:
             await self._start_server()
-        await self._start_gateways()
+        else:
+            async with open_store(Target(self.settings, "from --redis or the configuration")):
+                pass  # a ledger that does not answer, or that evicts, is told before anything is started
         upfile.write(self.data_dir, self._running())
-        await self._start_agents()
+        # Side by side: loading models takes long, and an agent that cannot start shall not wait to say so.
+        starting = [
+            asyncio.create_task(self._start_gateways(), name="start gateways"),
+            asyncio.create_task(self._start_agents(), name="start agents"),
+        ]
+        try:
+            await asyncio.gather(*starting)
+        finally:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
 
     async def stop(self) -> None:
         """Gateways first, so that nothing new is accepted; then agents; the server last. Nothing is left

@@ -1,0 +1,173 @@
+"""`vramgate up` and `vramgate demo` as a user runs them: real server, gateways, agents and torch, from the
+command line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from scheduler.embedded import free_port
+from vramgate.cli.processes import descendants, environment
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-P", "-m", "vramgate.cli.main"]
+
+MODEL = """
+import vramgate
+
+class Double(vramgate.Model):
+    units = "1"
+    vram = "8MiB"
+
+    def load(self, ctx):
+        import torch
+        self.weight = torch.full((1,), 2.0)
+
+    def predict(self, batch, ctx):
+        return [float(item["x"] * self.weight[0]) for item in batch]
+
+    def sample(self, units):
+        return {"x": 1.0}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's directory, with a model, a configuration, and names that are ours as well."""
+    (tmp_path / "double.py").write_text(MODEL)
+    (tmp_path / "scheduler.py").write_text("raise RuntimeError('the wrong scheduler')\n")
+    (tmp_path / "vramgate.toml").write_text('[models.double]\nentrypoint = "double:Double"\n')
+    return tmp_path
+
+
+@pytest.fixture
+def up(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A running `up` with one simulated card."""
+    command = [*COMMAND, "up", "--port", str(free_port()), "--simulate", "1x512MiB"]
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    yield process
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def run(*arguments: str, cwd: Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=cwd, text=True, capture_output=True, timeout=timeout_s, check=False
+    )
+
+
+def until(condition: str, holds: Callable[[], bool], *, within_s: float = 60) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, f"within {within_s:.0f} s: {condition}"
+        time.sleep(0.05)
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> list[str]:
+    """Lines of its output up to one that holds `words`."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if words in line:
+            return lines
+    raise AssertionError(f"it ended without saying {words!r}: {lines}")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_from_up_to_ctrl_c(folder: Path, up: subprocess.Popen[str]) -> None:
+    """A model is served out of a directory that holds its own scheduler.py; every view shows it without an
+    option; Ctrl-C drains and leaves no process."""
+    lines = read_until(up, "ready  models: double")
+    assert lines[0].startswith("ledger   redis://") and any(
+        line.startswith("gateway  http://") for line in lines
+    )
+    assert run("infer", "double", '{"x": 21}', cwd=folder).stdout == "42.0\n"
+    for view, words in (
+        ("cards", r"simulated|SIM-"),
+        ("models", "double"),
+        ("jobs", "succeeded"),
+        ("leases", "ID"),
+    ):
+        shown = run(view, cwd=folder)
+        assert shown.returncode == 0 and re.search(words, shown.stdout), shown
+    below = list(descendants(up.pid))
+    assert any("VRAMGATE_SIM" in environment(pid) for pid in below), "the torch child is below `up`"
+    up.send_signal(signal.SIGINT)
+    assert up.wait(60) == 0
+    until("no process is left", lambda: not any(map(is_alive, below)), within_s=5)
+    gone = run("cards", "--redis", "redis://127.0.0.1:1", cwd=folder)
+    assert gone.returncode == 4
+    assert not (folder / ".vramgate" / "up.json").exists()
+
+
+def test_kill_of_up_leaves_nobody(folder: Path, up: subprocess.Popen[str]) -> None:
+    """kill -9 of `up`: its server, gateways, agents and torch children end by themselves."""
+    read_until(up, "ready  models: double")
+    below = list(descendants(up.pid))
+    assert len(below) >= 5
+    up.send_signal(signal.SIGKILL)
+    up.wait()
+    until("no process of the killed `up` is left", lambda: not any(map(is_alive, below)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--simulate", "2yGiB"], 2, "write how many"),
+        ([], 1, "--simulate"),
+        (["--redis", "redis://127.0.0.1:1", "--simulate", "1x512MiB"], 4, "127.0.0.1:1"),
+        (["--config", "nowhere.toml"], 2, "nowhere.toml does not exist"),
+        (["--gateways", "0"], 2, "--gateways"),
+    ],
+)
+def test_what_cannot_start_says_why_in_one_line(
+    folder: Path, arguments: list[str], code: int, words: str
+) -> None:
+    """The exit code of the contract, one line that names the thing and the remedy, no stack trace."""
+    ended = run("up", "--port", str(free_port()), *arguments, cwd=folder)
+    assert ended.returncode == code, ended
+    assert words in ended.stderr and ended.stderr.count("\n") == 1 and "Traceback" not in ended.stderr
+
+
+def test_the_demo_keeps_its_promises(tmp_path: Path) -> None:
+    """A small demo: both models through two gateways, a child killed in the middle, exit code 0 and the
+    table.
+    """
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    ended = run("demo", "--requests", "64", "--clients", "24", "--seed", "1", cwd=tmp_path, timeout_s=110)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "BROKEN" not in ended.stdout and "64 of 64" in ended.stdout
+    for row in (
+        "answers by status",
+        "runs started again after a crash",
+        "jobs settled twice",
+        "PEAK LEASED",
+        "RUN P50",
+    ):
+        assert row in ended.stdout
