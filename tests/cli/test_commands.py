@@ -148,6 +148,7 @@ async def test_cordon_drain_and_uncordon(store: Store, shell: Shell, agent: Fake
         (["card", "drain", "GPU-zzz"], MISSING, "there is no card"),
         (["models", "nothing"], MISSING, "there is no model nothing; `vramgate models` lists them"),
         (["jobs", "--limit", "0"], USAGE, "--limit"),
+        (["jobs", "--state", "done"], USAGE, "'done' is none of queued, leased"),
         (["cards", "--jso"], USAGE, "No such option: --jso"),
         (["wards"], USAGE, "No such command"),
         (["job", "cancel"], USAGE, "Missing argument"),

@@ -35,7 +35,7 @@ def infer(
         typer.Option("--file", metavar="F", help="Send this file as the model's only required field."),
     ] = None,
     url: Annotated[str | None, typer.Option("--url", metavar="URL", help="The gateway.")] = None,
-    key: Annotated[str | None, typer.Option("--key", envvar="VRAMGATE_KEY", help="The bearer key.")] = None,
+    key: Annotated[str | None, typer.Option("--key", help="The bearer key.")] = None,
     idempotency_key: Annotated[
         str | None, typer.Option("--idempotency-key", help="Makes a repeated call join or replay the first.")
     ] = None,

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from rich.live import Live
@@ -19,7 +19,7 @@ from rich.table import Table
 from scheduler import documents, inventory
 from scheduler import jobs as ledger_jobs
 from scheduler.documents import Document
-from scheduler.models import SETTLED
+from scheduler.models import SETTLED, State
 from scheduler.store import Store
 from vramgate.cli import tables
 from vramgate.cli.exits import Missing, Misuse
@@ -110,6 +110,8 @@ def jobs(
 ) -> None:
     """The jobs, newest first: state, place, and why they wait or failed."""
     where = Where(redis, pool, config, as_json, watch)
+    if state is not None and state not in get_args(State):
+        raise Misuse(f"--state: {state!r} is none of {', '.join(get_args(State))}")
     if id is not None:
         asyncio.run(_present(where, lambda store: fetch_job(store, id), tables.properties))
         return
