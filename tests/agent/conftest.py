@@ -15,6 +15,7 @@ from tests.agent.harness import Agent, Caller
 from tests.conftest import TestServer
 from tests.invariants import check_pool
 
+ROUGH_MODELS = ("Sleeper", "Crasher", "Deaf", "Forking", "Echo")
 SHARED_MODELS = ("Echo", "Sleeper", "Faulty", "WrongLength", "Hungry", "Streamer", "Buffered")
 
 
@@ -32,6 +33,7 @@ def shared_agent(
     agent = Agent(tmp_path_factory.mktemp("agent"), redis_url=server.url, pool=shared_pool, models=models)
     yield agent
     agent.close()
+    agent.check_no_orphans()
 
 
 @pytest.fixture
@@ -40,6 +42,32 @@ async def caller(server: TestServer, shared_pool: str, shared_agent: Agent) -> A
     async for opened in _caller(server.url, shared_pool):
         await opened.ready(*(name.lower() for name in SHARED_MODELS))
         yield opened
+
+
+@pytest.fixture(scope="session")
+def rough_pool() -> str:
+    return "r" + secrets.token_hex(6)
+
+
+@pytest.fixture(scope="session")
+def rough_agent(
+    server: TestServer, rough_pool: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Agent]:
+    """One agent whose child may be ended by any test; each test leaves it ready."""
+    models = {name.lower(): f'entrypoint = "models_plain.py:{name}"' for name in ROUGH_MODELS}
+    agent = Agent(tmp_path_factory.mktemp("rough"), redis_url=server.url, pool=rough_pool, models=models)
+    yield agent
+    agent.close()
+    agent.check_no_orphans()
+
+
+@pytest.fixture
+async def rough(server: TestServer, rough_pool: str, rough_agent: Agent) -> AsyncIterator[Caller]:
+    """A caller of the rough agent, whose card is ready before and after."""
+    async for opened in _caller(server.url, rough_pool):
+        await opened.ready(*(name.lower() for name in ROUGH_MODELS))
+        yield opened
+        await opened.ready(*(name.lower() for name in ROUGH_MODELS))
 
 
 @pytest.fixture
@@ -80,5 +108,7 @@ def start_agent(server: TestServer, pool: str, tmp_path: Path) -> Iterator[Start
         return agent
 
     yield start
-    for agent in reversed(started):
+    for agent in started:
         agent.close()
+    for agent in started:
+        agent.check_no_orphans()

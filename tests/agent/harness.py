@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
+from gpu_agent.device.simulated import SimulatedCard
 from scheduler import admission, inventory, jobs
 from scheduler.estimates import lease_bytes
 from scheduler.fingerprint import canonical
@@ -110,8 +111,16 @@ class Agent:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+
+    def check_no_orphans(self) -> None:
+        """Once it has ended, and every agent that shares its log: no child may be left."""
         for event in self.events("child_started"):
             assert not is_running(int(event["pid"])), "an agent left its child behind"
+
+    def open_card(self) -> SimulatedCard:
+        """Its simulated card, as a stranger sees it."""
+        (path,) = (self.folder / "host").glob("*.card")
+        return SimulatedCard(path, index=0)
 
 
 class Caller:
@@ -167,6 +176,15 @@ class Caller:
             return view if view.state == state else None
 
         return await until(f"job {job_id} is {state}", check)
+
+    async def logged(self, agent: Agent, name: str, number: int = 1) -> dict[str, Any]:
+        """Wait for the number-th event of that name in an agent's log."""
+
+        async def check() -> dict[str, Any] | None:
+            found = agent.events(name)
+            return found[number - 1] if len(found) >= number else None
+
+        return await until(f"{name} is logged {number} times", check)
 
     async def no_leases(self) -> None:
         async def check() -> bool:
