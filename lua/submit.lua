@@ -12,7 +12,7 @@ local KEY = A.fp and KEYS[3] or nil
 local function refused(code, fields)
   fields = fields or {}
   fields.code = code
-  redis.call('HINCRBY', key('stats'), 'refused.' .. code, 1)
+  count('refused.' .. code)
   return reply('refused', fields)
 end
 
@@ -128,5 +128,4 @@ if previous then
 else
   place.submitted(ID, j, fitting, free)
 end
-local now = redis.call('HMGET', KEYS[2], 's', 'd')
-return stored('stored', ID, { s = now[1], c = j.c, d = now[2] or '' })
+return stored('stored', ID, free and j or job.load(ID))

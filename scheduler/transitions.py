@@ -99,21 +99,33 @@ def next_state(event: str, state: str) -> str | None:
 
 
 def render_lua() -> str:
-    """The text of lua/_lib/transitions.lua."""
+    """The text of lua/_lib/transitions.lua. Rows are strings: every call of a script builds them anew."""
     lines = [
         "-- transitions: rendered from scheduler/transitions.py by `python -m scheduler.transitions`.",
-        "-- Do not edit.",
+        "-- Do not edit. event = 'from ...|to|code|pinned|counts'",
         "local TRANSITIONS = {",
     ]
     for row in TRANSITIONS:
-        sources = ", ".join(f"{state} = true" for state in row.sources)
+        pinned = "pinned" if row.pinned else ""
         lines.append(
-            f"  {row.event} = {{ from = {{ {sources} }}, to = '{row.target}', code = '{row.code}', "
-            f"pinned = {str(row.pinned).lower()}, counts = '{row.counts}' }},"
+            f"  {row.event} = ' {' '.join(row.sources)} |{row.target}|{row.code}|{pinned}|{row.counts}',"
         )
-    pinned = sorted({row.code for row in TRANSITIONS if row.pinned and row.code})
+    codes = sorted({row.code for row in TRANSITIONS if row.pinned and row.code})
     return "\n".join(
-        [*lines, "}", f"local PINNED = {{ {', '.join(f'{code} = true' for code in pinned)} }}", ""]
+        [
+            *lines,
+            "}",
+            f"local PINNED = {{ {', '.join(f'{code} = true' for code in codes)} }}",
+            "",
+            "-- The row of an event in a state, nil where there is none.",
+            "local function transition(event, state)",
+            "  local from, to, code, pinned, counts =",
+            "    string.match(TRANSITIONS[event] or '', '^(.*)|(.*)|(.*)|(.*)|(.*)$')",
+            "  if not from or not string.find(from, ' ' .. state .. ' ', 1, true) then return nil end",
+            "  return { to = to, code = code, pinned = pinned ~= '', counts = counts }",
+            "end",
+            "",
+        ]
     )
 
 

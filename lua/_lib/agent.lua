@@ -33,7 +33,8 @@ function agent.publish(k, hosted)
       end
     end
   end
-  k.cl, k.re, k.sl, k.models = table.concat(classes, ' '), hosted.resident, hosted.slots, {}
+  k.cl, k.re, k.sl = table.concat(classes, ' '), hosted.resident, hosted.slots
+  lease.republished(k)
   redis.call('HSET', key('card', k.id), 'cl', k.cl, 're', int(k.re), 'sl', int(k.sl))
   redis.call('SET', key('host', k.id), hosted.packed)
   redis.call('HINCRBY', META, 'stamp', 1)
@@ -68,8 +69,8 @@ function agent.starts(k, starts)
       record[lease.STARTED] = 1
       lease.put(k.id, start.lease, record)
       local j = job.load(start.job)
-      if j and j.l == start.lease and job.set_state(start.job, j, 'start') then
-        job.set(start.job, j, 'rs', int(math.max(NOW - math.max(start.age, 0), record[lease.GRANTED])))
+      local began = int(math.max(NOW - math.max(start.age, 0), record[lease.GRANTED]))
+      if j and j.l == start.lease and job.set_state(start.job, j, 'start', 'rs', began) then
         job.schedule(start.job, j)
         job.tell(start.job, j, true, 'n', 'running')
         count('runs')
@@ -107,11 +108,9 @@ end
 
 -- Puts a job back into the queue at its old place; its wait clock starts anew. counts: by the table.
 function agent.requeue(id, j, event)
-  local row = job.set_state(id, j, event)
-  if not row then return false end
+  if not job.set_state(id, j, event, 'ws', int(NOW)) then return false end
   count('requeued.' .. event)
   job.unset(id, j, 'd', 'l', 'gr', 'rs')
-  job.set(id, j, 'ws', int(NOW))
   job.enqueue(id, j)
   job.schedule(id, j)
   redis.call('DEL', key('ev', id))
@@ -278,7 +277,7 @@ function agent.hand_out(k, want, verdicts, more)
       if record and record[lease.HANDED] == 0 then
         record[lease.HANDED] = A.seq
         lease.put(k.id, j.l, record)
-        job.set(id, j, 'a', int(num(j.a) + 1), 've', redis.call('HGET', key('card', k.id), 'v:' .. j.m) or '')
+        job.set(id, j, 'a', int(num(j.a) + 1), 've', lease.version(k, j.m))
         handed[#handed + 1] = describe(id, j, blobs)
         answer[#answer + 1] = { id, j.l }
       end

@@ -54,10 +54,26 @@ local function begin_writes()
   note_time()
 end
 
-local function count(name, by) redis.call('HINCRBY', key('stats'), name, int(by or 1)) end
+-- What is written once, when the script replies: counters and the sums of cards, which many jobs of one call change.
+-- Should the script fail before, the audit that follows every failure mends the sums.
+local at_end = {}
+local counted, tallied = {}, {}
+
+local function count(name, by) counted[name] = (counted[name] or 0) + (by or 1) end
+
+-- Counters by pool, model and tenant; a field that returns to zero goes away.
+local function tally(field, by) tallied[field] = (tallied[field] or 0) + by end
+
+at_end[1] = function()
+  for name, by in pairs(counted) do redis.call('HINCRBY', key('stats'), name, int(by)) end
+  for field, by in pairs(tallied) do
+    if by ~= 0 and redis.call('HINCRBY', key('limits'), field, int(by)) == 0 then redis.call('HDEL', key('limits'), field) end
+  end
+end
 
 -- A reply: status, then one msgpack map, then binary strings that must not pass through text decoding.
 local function reply(status, fields, ...)
+  for _, write in ipairs(at_end) do write() end
   fields = fields or {}
   fields.now = NOW
   return { status, cmsgpack.pack(fields), ... }

@@ -9,6 +9,7 @@
 local job = {}
 
 local STREAM_TTL_MS = 120000
+local COLON, EVENTS = 58, 101
 
 function job.load(id)
   local flat = redis.call('HGETALL', key('job', id))
@@ -31,11 +32,10 @@ end
 
 function job.is_live(j) return j.s == 'queued' or j.s == 'leased' or j.s == 'running' end
 
--- The only place that writes a state. Returns the row, or nil where the table has no such transition.
-function job.set_state(id, j, event)
-  local row = TRANSITIONS[event]
-  if not row or not row.from[j.s] then return nil end
-  job.set(id, j, 's', row.to)
+-- The only place that writes a state, and further fields with it. Returns the row, or nil where the table has none.
+function job.set_state(id, j, event, ...)
+  local row = transition(event, j.s)
+  if row then job.set(id, j, 's', row.to, ...) end
   return row
 end
 
@@ -53,16 +53,13 @@ end
 
 function job.schedule(id, j) redis.call('ZADD', key('deadlines'), int(job.deadline(j)), id) end
 
--- Counters by pool, model and tenant; a field that returns to zero goes away.
-local function tally(kind, j, by)
-  for _, field in ipairs({ kind, kind .. 'm:' .. j.m, kind .. 't:' .. j.t }) do
-    if redis.call('HINCRBY', key('limits'), field, int(by)) == 0 then redis.call('HDEL', key('limits'), field) end
-  end
+local function tally_all(kind, j, by)
+  tally(kind, by)
+  tally(kind .. 'm:' .. j.m, by)
+  tally(kind .. 't:' .. j.t, by)
 end
 
-function job.tally_bytes(j, sign)
-  if num(j.pb) > 0 then tally('b', j, sign * num(j.pb)) end
-end
+function job.tally_bytes(j, sign) tally_all('b', j, sign * num(j.pb)) end
 
 local function stand(id, j)
   redis.call('ZADD', key('q', j.c), j.sc, id)
@@ -72,7 +69,7 @@ end
 -- Waiting jobs stand in one sorted set per class, scored by enqueue time less the head start of their priority.
 function job.enqueue(id, j)
   if not j.bl then stand(id, j) end
-  tally('w', j, 1)
+  tally_all('w', j, 1)
 end
 
 -- The former run under its key has ended: it may be placed now.
@@ -86,7 +83,7 @@ function job.dequeue(id, j)
     redis.call('ZREM', key('q', j.c), id)
     if redis.call('EXISTS', key('q', j.c)) == 0 then redis.call('SREM', key('classes'), j.c) end
   end
-  tally('w', j, -1)
+  tally_all('w', j, -1)
   if j.rv then
     local k = lease.card(j.rv)
     if k.hj == id then lease.clear_head(k) end
@@ -98,19 +95,25 @@ end
 function job.watchers(j, events_only)
   local seen, list = {}, {}
   for field, worker in pairs(j) do
-    local kind = string.sub(field, 1, 2)
-    if (kind == 'e:' or (not events_only and (kind == 'c:' or kind == 'v:'))) and not seen[worker] and worker ~= '' then
-      seen[worker] = true
-      list[#list + 1] = worker
+    if #field > 2 and string.byte(field, 2) == COLON and worker ~= '' and not seen[worker] then
+      if not events_only or string.byte(field) == EVENTS then
+        seen[worker] = true
+        list[#list + 1] = worker
+      end
     end
   end
   return list
 end
 
+local prolonged = {}
+
 function job.tell(id, j, events_only, ...)
   for _, worker in ipairs(job.watchers(j, events_only)) do
     local stream = key('st', worker)
     redis.call('XADD', stream, 'MAXLEN', '~', 4096, '*', 'j', id, ...)
-    redis.call('PEXPIRE', stream, int(STREAM_TTL_MS))
+    if not prolonged[worker] then
+      prolonged[worker] = true
+      redis.call('PEXPIRE', stream, int(STREAM_TTL_MS))
+    end
   end
 end

@@ -15,7 +15,7 @@ function lease.card(id)
   local k = cards_loaded[id]
   if k then return k end
   local v = redis.call('HMGET', key('card', id), unpack(CARD_FIELDS))
-  k = { id = id, models = {} }
+  k = { id = id, models = {}, versions = {} }
   for i, name in ipairs(CARD_FIELDS) do k[name] = v[i] or '' end
   for _, name in ipairs({ 'hr', 'sl', 'sm', 'to', 'dr', 'cx', 'fo', 'ov', 're', 'ex', 'li', 'jb', 'nj', 'hb', 'pk', 'us', 'ow', 'al', 'sf', 'dq' }) do
     k[name] = num(k[name])
@@ -25,7 +25,33 @@ function lease.card(id)
   return k
 end
 
-function lease.forget_loaded(id) cards_loaded[id] = nil end
+local moved = {}
+
+local function write_sums(k)
+  local flat = { 'jb', int(k.jb), 'nj', int(k.nj), 'pk', int(k.pk) }
+  for name, m in pairs(k.models) do
+    if m.moved then
+      flat[#flat + 1] = 'n:' .. name
+      flat[#flat + 1] = int(m.taken)
+    end
+  end
+  redis.call('HSET', key('card', k.id), unpack(flat))
+end
+
+at_end[#at_end + 1] = function()
+  for _, k in pairs(moved) do write_sums(k) end
+end
+
+local function forget_loaded(id)
+  if moved[id] then write_sums(moved[id]) end
+  moved[id], cards_loaded[id] = nil, nil
+end
+
+-- The version of a model that a card hosts.
+function lease.version(k, name)
+  k.versions[name] = k.versions[name] or redis.call('HGET', key('card', k.id), 'v:' .. name) or ''
+  return k.versions[name]
+end
 
 -- Unknown or old memory admits nothing.
 function lease.is_open(k)
@@ -41,6 +67,12 @@ function lease.sum(k)
   s.reserved = k.hj ~= '' and math.max(0, math.min(k.hb, free)) or 0
   s.grantable = free - s.reserved
   return s
+end
+
+-- What the card hosts has changed: numbers read before are written, and read anew.
+function lease.republished(k)
+  if moved[k.id] then write_sums(k) end
+  k.models, k.versions = {}, {}
 end
 
 -- How many jobs of a model the card takes at once (0: not ready here) and how many it has.
@@ -93,12 +125,8 @@ function lease.reserve(k, id, job_id, j)
   end
   lease.put(k.id, id, { bytes, job_id, NOW, 0, 0, 0, j.m, '' })
   local m = lease.model(k, j.m)
-  k.jb, k.nj, m.taken = k.jb + bytes, k.nj + 1, m.taken + 1
-  redis.call('HSET', key('card', k.id), 'jb', int(k.jb), 'nj', int(k.nj), 'n:' .. j.m, int(m.taken))
-  if k.jb + k.re > k.pk then
-    k.pk = k.jb + k.re
-    redis.call('HSET', key('card', k.id), 'pk', int(k.pk))
-  end
+  k.jb, k.nj, m.taken, m.moved, moved[k.id] = k.jb + bytes, k.nj + 1, m.taken + 1, true, k
+  k.pk = math.max(k.pk, k.jb + k.re)
   count('granted')
   return bytes
 end
@@ -108,13 +136,7 @@ function lease.release(k, id, record)
   if redis.call('HDEL', key('leases', k.id), id) == 0 then return false end
   local name = record[lease.MODEL]
   local m = lease.model(k, name)
-  k.jb, k.nj, m.taken = k.jb - record[lease.BYTES], k.nj - 1, m.taken - 1
-  redis.call('HSET', key('card', k.id), 'jb', int(k.jb), 'nj', int(k.nj))
-  if m.taken == 0 then
-    redis.call('HDEL', key('card', k.id), 'n:' .. name)
-  else
-    redis.call('HSET', key('card', k.id), 'n:' .. name, int(m.taken))
-  end
+  k.jb, k.nj, m.taken, m.moved, moved[k.id] = k.jb - record[lease.BYTES], k.nj - 1, m.taken - 1, true, k
   if k.xl ~= '' and k.xl == record[lease.JOB] then
     k.xl = ''
     redis.call('HDEL', key('card', k.id), 'xl')
@@ -124,7 +146,7 @@ end
 
 -- Recomputes a card's sums from its leases. Returns the drift in bytes and jobs that was found and mended.
 function lease.audit(id)
-  lease.forget_loaded(id)
+  forget_loaded(id)
   local k = lease.card(id)
   local bytes, jobs, by_model, has_exclusive = 0, 0, {}, false
   local all = redis.call('HVALS', key('leases', id))
@@ -150,6 +172,6 @@ function lease.audit(id)
   redis.call('HSET', key('card', id), 'jb', int(bytes), 'nj', int(jobs))
   for name, number in pairs(by_model) do redis.call('HSET', key('card', id), 'n:' .. name, int(number)) end
   if drift ~= 0 then count('drift', drift) end
-  lease.forget_loaded(id)
+  forget_loaded(id)
   return drift
 end

@@ -8,13 +8,12 @@ local granted_now = 0
 function place.grant(k, id, j, event)
   local lease_id = take_lease_id()
   if not lease_id then return false end
-  job.set_state(id, j, event or 'grant')
   if j.stood then
     job.dequeue(id, j)
     rate.granted(j.c)
   end
   local bytes = lease.reserve(k, lease_id, id, j)
-  job.set(id, j, 'd', k.id, 'l', lease_id, 'gr', int(NOW), 'lb', int(bytes))
+  job.set_state(id, j, event or 'grant', 'd', k.id, 'l', lease_id, 'gr', int(NOW), 'lb', int(bytes))
   redis.call('RPUSH', key('ready', k.id), id)
   granted_now = granted_now + 1
   return true

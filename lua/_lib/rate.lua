@@ -6,14 +6,25 @@ local rate = {}
 local FADE_MS = 30000
 local UNKNOWN_MS = 5000
 
+local known, changed = {}, {}
+
 local function read(class)
-  local last, grants, window, promised =
-    string.match(redis.call('HGET', key('rate'), class) or '', '^(%d+)|([%d.]+)|([%d.]+)|(%d+)$')
-  return num(last), num(grants), num(window), num(promised)
+  local r = known[class]
+  if not r then
+    local last, grants, window, promised =
+      string.match(redis.call('HGET', key('rate'), class) or '', '^(%d+)|([%d.]+)|([%d.]+)|(%d+)$')
+    r = { num(last), num(grants), num(window), num(promised) }
+    known[class] = r
+  end
+  return unpack(r)
 end
 
-local function write(class, last, grants, window, promised)
-  redis.call('HSET', key('rate'), class, string.format('%.0f|%.4f|%.1f|%.0f', last, grants, window, promised))
+local function write(class, ...) known[class], changed[class] = { ... }, true end
+
+at_end[#at_end + 1] = function()
+  for class in pairs(changed) do
+    redis.call('HSET', key('rate'), class, string.format('%.0f|%.4f|%.1f|%.0f', unpack(known[class])))
+  end
 end
 
 local function faded(last, grants, window)

@@ -95,16 +95,27 @@ end
 function settle.job(id, j, event, extra)
   extra = extra or {}
   local was_queued = j.s == 'queued'
-  local row = job.set_state(id, j, event)
+  local row = transition(event, j.s)
   if not row then return false end
   if redis.call('HSETNX', key('job', id), 'st', int(NOW)) == 0 then count('settled_twice') end
   j.st = int(NOW)
+  local told_also = {}
+  local function also(field, value)
+    told_also[#told_also + 1] = field
+    told_also[#told_also + 1] = value
+  end
   if was_queued then job.dequeue(id, j) end
   redis.call('ZREM', key('deadlines'), id)
   job.tally_bytes(j, -1)
-  if row.code ~= '' then job.set(id, j, 'co', row.code, 'er', string.sub(extra.detail or '', 1, 2000)) end
-  if extra.retry_ms then job.set(id, j, 'ra', int(extra.retry_ms)) end
-  if extra.peak then job.set(id, j, 'pk', int(extra.peak), 'rt', int(extra.run_ms or 0)) end
+  if row.code ~= '' then
+    also('co', row.code)
+    also('er', string.sub(extra.detail or '', 1, 2000))
+  end
+  if extra.retry_ms then also('ra', int(extra.retry_ms)) end
+  if extra.peak then
+    also('pk', int(extra.peak))
+    also('rt', int(extra.run_ms or 0))
+  end
   count('settled.' .. row.to)
   if row.code ~= '' then count('code.' .. row.code) end
 
@@ -120,8 +131,8 @@ function settle.job(id, j, event, extra)
       redis.call('RENAME', extra.stored, key('res', id))
       redis.call('PEXPIRE', key('res', id), int(result_ttl))
     end
-    local bytes = redis.call('STRLEN', key('res', id))
-    job.set(id, j, 'rb', int(bytes))
+    local bytes = extra.result and #extra.result or redis.call('STRLEN', key('res', id))
+    also('rb', int(bytes))
     keep((keyed or j.sy ~= '1') and 'results' or 'delivered', id, bytes, result_ttl)
   end
   -- A dead letter keeps its inputs, within the same budget, so that an operator can run it again.
@@ -140,9 +151,10 @@ function settle.job(id, j, event, extra)
       free_key(id, j)
     end
   end
+  job.set_state(id, j, event, unpack(told_also))
   redis.call('ZADD', key('expiry'), int(NOW + record_ttl), id)
   redis.call('PEXPIRE', key('job', id), int(record_ttl + RECORD_SLACK_MS))
-  redis.call('PEXPIRE', key('ev', id), int(result_ttl))
+  if #job.watchers(j, true) > 0 then redis.call('PEXPIRE', key('ev', id), int(result_ttl)) end
   if j.gw then redis.call('SREM', key('gwj', j.gw), id) end
 
   local told = settle.outcome(id, j)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 import time
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from scheduler import admission, inventory, jobs
-from scheduler.store import Store
+from scheduler.gateways import gateway_beat
+from scheduler.store import Reply, Store, pack
 from tests.ledger.conftest import Tuned
 from tests.ledger.fake_agent import GIB, MIB, FakeAgent, hosted, ok, request
 from vramgate import errors
@@ -46,8 +48,6 @@ async def _pipelined(store: Store, asked: list[Any]) -> None:
         async def evalsha(self, *command: Any) -> list[Any]:
             commands.append(command)
             fields = {"job": "", "how": "stored", "state": "", "position": 0, "card": "", "now": 0}
-            from scheduler.store import pack
-
             return [b"ok", pack(fields)]
 
     real, store.redis = store.redis, Recorder()  # type: ignore[assignment]
@@ -140,8 +140,9 @@ async def test_a_head_that_waited_long_enough_is_passed_no_more(tuned: Tuned) ->
     await agent.run_all()
 
 
-async def test_nine_thousand_waiters_keep_nothing_from_another_models_idle_card(store: Store) -> None:
+async def test_nine_thousand_waiters_keep_nothing_from_another_models_idle_card(tuned: Tuned) -> None:
     """Their card is busy; a job of the other model starts at once, and its submit looks at none of them."""
+    store = await tuned(clocks={"session_s": 60.0, "beat_s": 20.0})
     busy = FakeAgent(store, "GPU-a", models=(hosted("a", slots=1),))
     idle = FakeAgent(store, "GPU-b", models=(hosted("b", slots=1),))
     await busy.register()
@@ -161,95 +162,86 @@ async def test_nine_thousand_waiters_keep_nothing_from_another_models_idle_card(
 
 @pytest.mark.parametrize("refusal", ["queue_full", "wait_timeout"])
 async def test_retry_after_is_true_within_a_factor_of_two(tuned: Tuned, refusal: str) -> None:
-    """Steady load, 20 refused callers: the n-th of them is promised the n-th further grant."""
-    store = await tuned(limits={"queue_jobs": 8}, clocks={"session_s": 10.0, "beat_s": 3.0})
+    """Steady load, 20 refused callers: the n-th of them was promised the moment of the n-th further grant."""
+    store = await tuned(limits={"queue_jobs": 60}, clocks={"session_s": 10.0, "beat_s": 3.0})
     agent = FakeAgent(store, total=GIB, models=(hosted(slots=1),), slots=1)
     await agent.register()
     grants: list[int] = []
     stop = asyncio.Event()
 
     async def work() -> None:
-        held = await agent.claim(want=1)
         while not stop.is_set():
-            await asyncio.sleep(0.05)
-            handout = await agent.finish(*(ok(job) for job in held), want=1)
-            held = list(handout.jobs)
-            if held:
-                grants.append(handout.now_ms)
-        await agent.finish(*(ok(job) for job in held))
+            held = await agent.claim(want=1)
+            grants.extend([agent.now_ms] * len(held))
+            await asyncio.sleep(0.07)
+            await agent.finish(*(ok(job) for job in held))
 
     async def load() -> None:
+        """Keeps the queue full."""
         while not stop.is_set():
-            try:
-                await admission.submit(store, request())
-            except errors.QueueFull:
-                await asyncio.sleep(0.02)
-
-    promises: list[tuple[int, int]] = []
-    await asyncio.gather(*(admission.submit(store, request()) for _ in range(6)))
-    tasks = [asyncio.create_task(work())]
-    if refusal == "queue_full":
-        while len(grants) < 15:
-            if (await store.redis.hlen(store.keys.name("limits"))) and len(grants) < 15:
-                with_room = (await inventory.queue(store))[0].waiting if await inventory.queue(store) else 0
-                for _ in range(8 - with_room):
+            with contextlib.suppress(errors.QueueFull):
+                for _ in range(60 - await store.redis.zcard(store.keys.name("q", "echo"))):
                     await admission.submit(store, request())
-            await asyncio.sleep(0.02)
-        for _ in range(20):
-            promises.append(await _refused_at(store))
-    else:
-        for _ in range(40):
-            await asyncio.sleep(0.05)
-            if await store.redis.zcard(store.keys.name("q", "echo")) < 6:
-                await admission.submit(store, request())
-        promises = await _timed_out(store)
+            await asyncio.sleep(0.01)
+
+    patient = 35
+    short = [request(max_wait_ms=1500) for _ in range(20)]
+    tasks = [asyncio.create_task(work())]
+    for _ in range(patient):
+        await admission.submit(store, request(priority=9))
+    if refusal == "wait_timeout":
+        for each in short:
+            await admission.submit(store, each)
+    while len(grants) < 12:
+        await asyncio.sleep(0.02)
     tasks.append(asyncio.create_task(load()))
-    first = min(at for at, _ in promises)
-    while len([at for at in grants if at > first]) < len(promises):
-        await asyncio.sleep(0.05)
+    if refusal == "queue_full":
+        promises = [await _refused(store) for _ in range(20)]
+    else:
+        promises = await _timed_out(store, [each.job_id for each in short])
+    first = promises[0][0]
+    while sum(at > first for at in grants) < len(promises):
+        await asyncio.sleep(0.02)
     stop.set()
     await asyncio.gather(*tasks)
     await agent.run_all()
-    ratios = []
-    for number, (at, promised_ms) in enumerate(sorted(promises)):
-        came = [grant for grant in grants if grant > first][number]
-        ratios.append(promised_ms / max(came - at, 1))
-    assert len(ratios) == len(promises) >= 20
-    assert 0.5 <= statistics.median(ratios) <= 2.0, ratios
+    came = [at for at in grants if at > first]
+    ratios = [promised / max(came[n] - at, 1) for n, (at, promised) in enumerate(promises)]
+    assert 0.5 <= statistics.median(ratios) <= 2.0, [round(ratio, 2) for ratio in ratios]
 
 
-async def _refused_at(store: Store) -> tuple[int, int]:
+async def _refused(store: Store) -> tuple[int, int]:
     """(Redis ms, promised ms) of one queue_full."""
-    while True:
-        reply = await _raw_submit(store)
-        if reply.status == "refused":
-            return reply.now_ms, int(reply.fields["retry_ms"])
+    real = store.run
+    told: list[Reply] = []
+
+    async def run(*args: Any, **given: Any) -> Reply:
+        told.append(await real(*args, **given))
+        return told[-1]
+
+    store.run = run  # type: ignore[method-assign]
+    try:
+        while True:
+            try:
+                await admission.submit(store, request())
+            except errors.QueueFull as refusal:
+                promised_ms = int(told[-1].fields["retry_ms"])
+                assert refusal.retry_after_s == max(1, -(-promised_ms // 1000))
+                return told[-1].now_ms, promised_ms
+    finally:
+        store.run = real  # type: ignore[method-assign]
 
 
-async def _raw_submit(store: Store) -> Any:
-    asked = request()
-    return await store.run(
-        "submit",
-        {
-            "id": asked.job_id,
-            "model": asked.model,
-            "bytes": asked.lease_bytes,
-            "units": asked.units,
-            "worker": asked.worker,
-            "priority": 4,
-            "wait_ms": 30_000,
-            "run_ms": 60_000,
-            "total_ms": 100_000,
-            "tenant": "-",
-        },
-        keys=(
-            store.keys.job(asked.job_id),
-            store.keys.tombstone(asked.job_id),
-            store.keys.tombstone(asked.job_id),
-        ),
-        blobs=(asked.inputs,),
-    )
-
-
-async def _timed_out(store: Store) -> list[tuple[int, int]]:
-    raise NotImplementedError
+async def _timed_out(store: Store, job_ids: list[str]) -> list[tuple[int, int]]:
+    """The same of jobs whose wait passes its limit while others go before them."""
+    promises: list[tuple[int, int]] = []
+    while len(promises) < len(job_ids):
+        await gateway_beat(store, "w1")
+        outcomes = [await jobs.outcome(store, job_id) for job_id in job_ids]
+        promises = [
+            ((await jobs.view(store, outcome.job_id)).settled_ms or 0, int(outcome.data["retry_ms"]))
+            for outcome in outcomes
+            if outcome is not None
+        ]
+        await asyncio.sleep(0.02)
+    return sorted(promises)
