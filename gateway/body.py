@@ -21,6 +21,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
+from gateway import headers
 from gateway.options import Options, read_options, read_query
 from gateway.problems import BODY_BYTES
 from scheduler.settings import LimitSettings
@@ -59,10 +60,10 @@ def kind_of(content_type: str | None) -> Kind:
 
 def check_length(request: Request, limit: int) -> None:
     """Refuse by the headers alone what would be refused later. Raises TooLarge, UnsupportedMediaType."""
-    declared = request.headers.get("content-length", "0")
+    declared = headers.get(request, b"content-length") or "0"
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
         raise TooLarge(f"the body has {declared[:20]} bytes, the limit is {limit}", limit_bytes=limit)
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    encoding = (headers.get(request, b"content-encoding") or "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise UnsupportedMediaType(f"Content-Encoding {encoding[:40]!r} is not read; send the body as it is")
 
@@ -95,7 +96,7 @@ async def read(request: Request, limit: int) -> bytes:
 
 async def take_apart(request: Request, content: bytes, limits: LimitSettings) -> Body:
     """Inputs and options of a body that was read. Raises Malformed, InvalidInput, TooLarge."""
-    kind = kind_of(request.headers.get("content-type"))
+    kind = kind_of(headers.get(request, b"content-type"))
     if kind == "raw":
         return Body(kind, content, read_query(dict(request.query_params)))
     if kind == "fields":

@@ -40,8 +40,8 @@ _ID = re.compile(r"(\d{1,9})-(\d{1,20}(?:-\d{1,20})?)", re.ASCII)
 
 async def job_events(gateway: Gateway, request: Request) -> Response:
     """GET /v1/jobs/{id}/events; 404 for a job that is not there, before the stream begins."""
-    headers.parse_accept(request.headers.get("accept"), events=True)
-    resume = parse_event_id(request.headers.get("last-event-id"))
+    headers.parse_accept(headers.get(request, b"accept"), events=True)
+    resume = parse_event_id(headers.get(request, b"last-event-id"))
     job_id = request.path_params["job_id"]
     client = secrets.token_hex(16)
     await gateway.ledger.view(job_id, tenant=ANONYMOUS, client=client, events=True)

@@ -26,8 +26,12 @@ _FORMS: dict[str, Form] = {
     "application/vnd.msgpack": "msgpack",
     "text/event-stream": "events",
 }
-_FORWARDING = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "via")
+_FORWARDING = (
+    b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip", b"via",
+)  # fmt: skip
+_ECHOED = (("x-request-id", b"x-request-id"), ("traceparent", b"traceparent"))
 _MAX_ECHO = 255
+_FIELDS = "vramgate.headers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,19 @@ class Preference:
     is_async: bool = False
     wait_s: float = 0.0
     applied: str | None = None
+
+
+def get(request: Request, name: bytes) -> str | None:
+    """One header by its lower-case name, repeated ones joined; the list is gone through once per request."""
+    fields: dict[bytes, bytes] | None = request.scope.get(_FIELDS)
+    if fields is None:
+        given = request.scope["headers"]
+        fields = dict(given)
+        if len(fields) != len(given):
+            fields = {each: b", ".join(value for other, value in given if other == each) for each in fields}
+        request.scope[_FIELDS] = fields
+    value = fields.get(name)
+    return None if value is None else value.decode("latin-1")
 
 
 @functools.lru_cache(maxsize=256)
@@ -97,12 +114,12 @@ def parse_prefer(header: str | None) -> Preference:
 
 def parse_key(request: Request) -> str | None:
     """The idempotency key, bare or quoted. Raises Malformed for anything but 1 to 255 printable ASCII."""
-    given = request.headers.getlist("idempotency-key")
-    if not given:
+    given = get(request, b"idempotency-key")
+    if given is None:
         return None
-    if len(given) > 1:
+    if sum(name == b"idempotency-key" for name, _ in request.scope["headers"]) > 1:
         raise Malformed("the header Idempotency-Key was sent more than once")
-    text = given[0].strip(" \t")
+    text = given.strip(" \t")
     if len(text) >= 2 and text[0] == text[-1] == '"':
         text = text[1:-1]
     if not 1 <= len(text) <= 255:
@@ -115,8 +132,8 @@ def parse_key(request: Request) -> str | None:
 def echoed(request: Request) -> dict[str, str]:
     """The tracing headers that go back as they came; those too long or not printable are dropped."""
     back = {}
-    for name in ("x-request-id", "traceparent"):
-        value = request.headers.get(name)
+    for name, key in _ECHOED:
+        value = get(request, key)
         if value and len(value) <= _MAX_ECHO and value.isascii() and value.isprintable():
             back[name] = value
     return back
@@ -130,7 +147,7 @@ def request_id(request: Request) -> str | None:
 
 def is_local(request: Request) -> bool:
     """Whether the caller sits on this host: a loopback peer, and no sign of a proxy in between."""
-    if request.client is None or any(name in request.headers for name in _FORWARDING):
+    if request.client is None or any(get(request, name) is not None for name in _FORWARDING):
         return False
     try:
         address = ipaddress.ip_address(request.client.host)

@@ -30,8 +30,8 @@ SETTLE_MARGIN_S = 5.0
 async def infer(gateway: Gateway, request: Request) -> Response:
     """Validate, submit, and answer in the way that was asked for."""
     body.check_length(request, gateway.settings.limits.body_bytes)
-    form = headers.parse_accept(request.headers.get("accept"), events=True)
-    preference = headers.parse_prefer(request.headers.get("prefer"))
+    form = headers.parse_accept(headers.get(request, b"accept"), events=True)
+    preference = headers.parse_prefer(headers.get(request, b"prefer"))
     key = headers.parse_key(request)
     entry = await gateway.catalogue.find(request.path_params["model"])
     content = await body.read(request, gateway.settings.limits.body_bytes)

@@ -31,7 +31,7 @@ async def get_job(gateway: Gateway, request: Request) -> Response:
 
     200 in any state; with wait_s, not before it is settled or N seconds passed.
     """
-    form = headers.parse_accept(request.headers.get("accept"))
+    form = headers.parse_accept(headers.get(request, b"accept"))
     wait_s = _wait_s(request.query_params.get("wait_s"))
     job_id = request.path_params["job_id"]
     client = secrets.token_hex(16) if wait_s > 0 else None
@@ -47,7 +47,7 @@ async def get_job(gateway: Gateway, request: Request) -> Response:
 
 async def delete_job(gateway: Gateway, request: Request) -> Response:
     """DELETE /v1/jobs/{id}[?force=true]: 202 with the job, also when it was finished before."""
-    form = headers.parse_accept(request.headers.get("accept"))
+    form = headers.parse_accept(headers.get(request, b"accept"))
     force = _flag(request.query_params.get("force"), "force")
     if force:
         headers.require_operator(request)
@@ -57,7 +57,7 @@ async def delete_job(gateway: Gateway, request: Request) -> Response:
 
 async def list_jobs(gateway: Gateway, request: Request) -> Response:
     """GET /v1/jobs[?state=&model=&limit=&cursor=]: newest first."""
-    form = headers.parse_accept(request.headers.get("accept"))
+    form = headers.parse_accept(headers.get(request, b"accept"))
     query = request.query_params
     state = query.get("state")
     if state is not None and state not in STATES:

@@ -20,10 +20,10 @@ MAX_REASON = 200
 async def patch_card(gateway: Gateway, request: Request) -> Response:
     """PATCH /v1/cards/{id} {"state": "ready|cordoned|draining", "reason": "..."}: 200 with the card."""
     headers.require_operator(request)
-    form = headers.parse_accept(request.headers.get("accept"))
+    form = headers.parse_accept(headers.get(request, b"accept"))
     limits = gateway.settings.limits
     body.check_length(request, limits.body_bytes)
-    if body.kind_of(request.headers.get("content-type")) != "json":
+    if body.kind_of(headers.get(request, b"content-type")) != "json":
         raise UnsupportedMediaType("send application/json")
     wish = body.parse_json(await body.read(request, limits.body_bytes), limits.nesting)
     state, reason = _read_wish(wish)

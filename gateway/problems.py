@@ -136,7 +136,7 @@ def _record(request: Request, refused: Refused, error: Exception) -> None:
         code=refused.code,
         status=refused.status,
         peer=request.client.host if request.client else None,
-        bytes=read if read is not None else request.headers.get("content-length", "0")[:20],
+        bytes=read if read is not None else (headers.get(request, b"content-length") or "0")[:20],
         path=request.url.path[:200],
         job=refused.job_id,
         request_id=headers.request_id(request),

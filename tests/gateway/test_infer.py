@@ -12,9 +12,11 @@ import pytest
 from scheduler import inventory, jobs
 from scheduler.models import HandedJob, Report
 from scheduler.store import Store
-from tests.gateway.conftest import Answerer
+from tests.gateway.conftest import Answerer, Running
 from tests.gateway.waiting import until
 from tests.ledger.fake_agent import FakeAgent, failed, ok
+from vramgate import AsyncClient
+from vramgate.errors import InvalidInput
 
 PNG = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00\x00\x00\x02\x00\x00\x00\x03\x08\x02\x00\x00\x00" + b"\0" * 64
 
@@ -217,9 +219,10 @@ async def test_a_full_queue_is_429(http: httpx.AsyncClient, agent: FakeAgent, st
 
 
 async def test_a_client_that_leaves_without_a_key_frees_its_bytes(
-    http: httpx.AsyncClient, agent: FakeAgent, store: Store
+    http: httpx.AsyncClient, agent: FakeAgent, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its job is cancelled and its lease is gone, without any word of an agent that never got the job."""
+    """Its job is cancelled and its lease is gone, though no agent got the job; it is logged as 499."""
+    caplog.set_level("INFO", "gateway")
     with pytest.raises(httpx.ReadTimeout):
         await http.post("/v1/models/echo/infer", json={"inputs": {}}, timeout=0.3)
 
@@ -229,6 +232,8 @@ async def test_a_client_that_leaves_without_a_key_frees_its_bytes(
     await until(is_free, "the lease of the client that left is released")
     page = await jobs.list_jobs(store)
     assert [view.state for view in page.data] == ["cancelled"]
+    left = [record for record in caplog.records if record.getMessage() == "client_left"]
+    assert [record.__dict__["vramgate_fields"]["status"] for record in left] == [499]
 
 
 async def test_a_client_that_leaves_with_a_key_keeps_its_place(
@@ -275,3 +280,20 @@ async def test_a_version_can_be_named(http: httpx.AsyncClient, answerer: Answere
     other = await http.post("/v1/models/echo@v9/infer", json={"inputs": {}})
     assert (other.status_code, other.json()["code"]) == (404, "unknown_model")
     assert "v1" in other.json()["detail"]
+
+
+async def test_our_own_client_speaks_this_contract(
+    running: Running, answerer: Answerer, store: Store
+) -> None:
+    """AsyncClient.infer, as JSON and as a raw body; a refusal is the exception of its code."""
+    async with AsyncClient(running.url) as client:
+        answer = await client.infer("files", {"image": PNG}, priority=6)
+        raw = await client.infer("files", body=PNG, content_type="image/png", priority=6)
+        assert answer.outputs == raw.outputs == "ok" and answer.tries == 1
+        assert (await jobs.view(store, raw.id)).priority == 6
+        with pytest.raises(InvalidInput, match="bytes"):
+            await client.infer("files", {"image": b""})
+        key = "a-key"
+        first = await client.infer("files", {"image": PNG}, idempotency_key=key)
+        again = await client.infer("files", {"image": PNG}, idempotency_key=key)
+        assert again.replayed and again.id == first.id

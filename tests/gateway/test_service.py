@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 
 import httpx
+import pytest
 from starlette.requests import Request
 
 from gateway import openapi, problems
 from gateway.routes import OPERATIONS
+from scheduler import inventory, jobs
 from scheduler.settings import Settings
+from scheduler.store import Store
 from tests.conftest import TestServer
-from tests.gateway.conftest import Answerer, Running, run_gateway
+from tests.gateway.conftest import MIB, MODELS, Answerer, Running, run_gateway
 from tests.gateway.waiting import until
+from tests.invariants import check_pool
 from tests.ledger.fake_agent import FakeAgent
-from vramgate.errors import TABLE, by_code
+from vramgate.errors import TABLE, StoreUnavailable, by_code
 
 
 async def test_readiness_says_what_is_missing(http: httpx.AsyncClient, running: Running) -> None:
@@ -143,8 +148,6 @@ async def test_a_silent_job_does_not_lose_its_caller(
     http: httpx.AsyncClient, agent: FakeAgent, running: Running
 ) -> None:
     """Those who wait when a worker ends are told `draining` with the job's id, and the job lives on."""
-    import asyncio
-
     waiting = asyncio.create_task(
         http.post("/v1/models/echo/infer", json={"inputs": {}}, headers={"Idempotency-Key": "k"})
     )
@@ -163,3 +166,68 @@ async def test_a_silent_job_does_not_lose_its_caller(
         await until(lambda: other.gateway.lifecycle.waiting == 1, "the retry waits at another gateway")
         assert await agent.run_all() == 1
         assert (await retry).json()["id"] == told.headers["x-job-id"]
+
+
+async def test_who_waits_outlives_a_server_that_is_killed(own_server: TestServer, settings: Settings) -> None:
+    """kill -9 of the server while a caller waits, and its return: the caller gets the answer."""
+    elsewhere = settings.model_copy(update={"redis_url": own_server.url})
+    store = await Store.connect(elsewhere)
+    agent = FakeAgent(store, total=1024 * MIB, models=MODELS)
+    await agent.register()
+    async with run_gateway(elsewhere) as started, httpx.AsyncClient(base_url=started.url, timeout=30) as http:
+        waiting = asyncio.create_task(http.post("/v1/models/echo/infer", json={"inputs": {}}))
+        await until(lambda: started.gateway.lifecycle.waiting == 1, "the request waits")
+        # everysec: what was written in the last second may be lost with the server.
+        await store.redis.config_set("appendfsync", "always")
+        await store.redis.set("flushed", "1", px=1000)
+        own_server.kill()
+        with pytest.raises(StoreUnavailable):
+            await inventory.cards(store)
+        assert not waiting.done()
+        own_server.start()
+
+        async def is_back() -> bool:
+            try:
+                await agent.beat()
+            except StoreUnavailable:
+                return False
+            return True
+
+        await until(is_back, "the agent speaks to the server again")
+        assert await agent.run_all() == 1
+        answer = await waiting
+        assert (answer.status_code, answer.json()["outputs"]) == (200, "ok"), answer.text
+    await check_pool(store)
+    await store.close()
+
+
+async def test_a_submit_of_unknown_outcome_leaves_no_job(own_server: TestServer, settings: Settings) -> None:
+    """A frozen server runs the submit when it wakes; the gateway has given it up by then."""
+    frozen = settings.model_copy(
+        update={
+            "redis_url": own_server.url,
+            "redis": settings.redis.model_copy(update={"command_timeout_s": 0.3, "connect_timeout_s": 0.3}),
+        }
+    )
+    store = await Store.connect(frozen)
+    agent = FakeAgent(store, total=1024 * MIB, models=MODELS)
+    await agent.register()
+    async with run_gateway(frozen) as started, httpx.AsyncClient(base_url=started.url, timeout=30) as http:
+        own_server.signal(signal.SIGSTOP)
+        try:
+            told = await http.post("/v1/models/echo/infer", json={"inputs": {}})
+        finally:
+            own_server.signal(signal.SIGCONT)
+        assert (told.status_code, told.json()["code"]) == (503, "store_unavailable")
+
+        async def is_settled() -> bool:
+            try:
+                page = await jobs.list_jobs(store)
+                tombs = [name async for name in store.redis.scan_iter(match="*:tomb:*")]
+            except StoreUnavailable:
+                return False
+            return bool(page.data or tombs) and all(view.state == "cancelled" for view in page.data)
+
+        await until(is_settled, "the job was cancelled, or its submit is refused when it comes")
+    await check_pool(store)
+    await store.close()
