@@ -168,7 +168,7 @@ async def queue(store: Store) -> tuple[QueueView, ...]:
             model=told["model"],
             waiting=int(told["waiting"]),
             waiting_bytes=int(told["bytes"]),
-            oldest_ms=int(told["oldest"]) or None,
+            oldest_ms=max(0, reply.now_ms - int(told["oldest"])) if told["oldest"] else None,
             interval_ms=round(told["interval"]) or None,
         )
         for told in reply.fields["queue"] or ()

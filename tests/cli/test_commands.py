@@ -80,6 +80,7 @@ async def test_leases_queue_and_models(store: Store, shell: Shell, agent: FakeAg
     leases, queue, models = [await shell.json(name) for name in ("leases", "queue", "models")]
     assert [lease["bytes"] for lease in leases["data"]] == [2 * GIB] * 4
     assert queue["data"] == [queue["data"][0]] and queue["data"][0]["waiting"] == 2
+    assert 0 <= queue["data"][0]["oldest_ms"] < 60_000, "an age, and no point in time"
     assert models == documents.list_document(
         [documents.model_document(view) for view in await inventory.models(store)]
     )
