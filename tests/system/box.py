@@ -221,7 +221,8 @@ class Box:
         return GatewayProcess(port, command, self.folder / f"gateway-{port}.log")
 
     def heal(self) -> None:
-        """Start what does not run, and wait until the gateways serve."""
+        """Start what does not run, and wait until the gateways serve. From the main thread: what a thread starts ends with
+        it."""
         if self.server.process is None:
             self.server.start()
         for gateway in self.gateways:

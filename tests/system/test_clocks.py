@@ -45,25 +45,32 @@ async def test_retry_after_is_true_within_a_factor_of_two(caller: Caller) -> Non
     try:
         gateway.start()
         caller.box.heal()
-        warm = [await caller.submit("one", seconds=JOB_S) for _ in range(6)]
+        # A class of its own, so that what other tests did to this model is not part of its measured rate.
+        (card,) = [card for card in await caller.cards() if card.index == 0]
+        model = "one@" + next(hosted.version for hosted in card.models if hosted.name == "one")
+        warm = [await caller.submit(model, seconds=JOB_S) for _ in range(6)]
         await caller.ended(warm[3])
-        while (await caller.infer("one", seconds=JOB_S, prefer="respond-async", gateway=2)).status_code == 202:
+        while (await caller.infer(model, seconds=JOB_S, prefer="respond-async", gateway=2)).status_code == 202:
             continue
-        refusals = await asyncio.gather(*(caller.infer("one", gateway=2) for _ in range(QUEUE)))
+        # A grant in the midst of it lets one of them in, who is load then.
+        asked = [
+            caller.infer(model, seconds=JOB_S, prefer="respond-async", gateway=2) for _ in range(QUEUE + 8)
+        ]
         refused_ms = await caller.now_ms()
-        assert {answer.status_code for answer in refusals} == {429}
+        answers = await asyncio.gather(*asked)
+        assert {answer.status_code for answer in answers} <= {202, 429}
+        refusals = [answer for answer in answers if answer.status_code == 429][:QUEUE]
         promised = sorted(int(answer.headers["Retry-After"]) for answer in refusals)
         jobs = await caller.jobs("queued", model="one")
-        assert len(jobs) == QUEUE
+        assert len(promised) == QUEUE and len(jobs) >= QUEUE - 1
         for job in jobs:
             await caller.ended(job.id)
-        granted = sorted([(await caller.view(job.id)).granted_ms or 0 for job in jobs])
+        granted = [(await caller.view(job.id)).granted_ms or 0 for job in jobs]
     finally:
         caller.box.gateways.pop()
         gateway.stop()
-    ratios = [
-        seconds * 1000 / max(1.0, at - refused_ms) for seconds, at in zip(promised, granted, strict=True)
-    ]
+    waits = [at - refused_ms for at in sorted(granted)]
+    ratios = [seconds * 1000 / wait for seconds, wait in zip(promised, waits, strict=False)]
     assert 0.5 <= statistics.median(ratios) <= 2.0, (promised, ratios)
 
 
