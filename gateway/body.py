@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect, Request
 from gateway import headers
 from gateway.options import Options, read_options, read_query
 from gateway.problems import BODY_BYTES
+from gateway.threads import off_loop
 from scheduler.settings import LimitSettings
 from vramgate.errors import InvalidInput, Malformed, TooLarge, UnsupportedMediaType
 
@@ -103,10 +104,8 @@ async def take_apart(request: Request, content: bytes, limits: LimitSettings) ->
         return Body(kind, await _parse_fields(request, content), read_query(dict(request.query_params)))
     if request.scope["query_string"]:
         raise InvalidInput("options of this media type belong into the body, not into the query")
-    document = (
-        parse_json(content, limits.nesting) if kind == "json" else parse_msgpack(content, limits.nesting)
-    )
-    return _open_envelope(kind, document)
+    parse = parse_json if kind == "json" else parse_msgpack
+    return _open_envelope(kind, await off_loop(len(content), lambda: parse(content, limits.nesting)))
 
 
 def parse_json(content: bytes, nesting: int) -> Any:

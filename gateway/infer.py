@@ -13,11 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import body, headers, metrics, rendering
-from gateway.catalogue import Entry, Measured
+from gateway.body import Body
+from gateway.catalogue import Entry
 from gateway.context import Gateway
 from gateway.events import EventStream
 from gateway.headers import ANONYMOUS, Form, Preference
-from gateway.options import Options
+from gateway.threads import off_loop
 from gateway.waiter import Ended, wait_for_outcome
 from scheduler.fingerprint import canonical, fingerprint
 from scheduler.models import Outcome, SubmitRequest, Submitted
@@ -36,16 +37,17 @@ async def infer(gateway: Gateway, request: Request) -> Response:
     entry = await gateway.catalogue.find(request.path_params["model"])
     content = await body.read(request, gateway.settings.limits.body_bytes)
     parts = await body.take_apart(request, content, gateway.settings.limits)
-    measured = entry.measure(parts, parts.options.vram)
-    submit = _submit_request(
-        gateway,
-        entry,
-        measured,
-        parts.options,
-        key=key,
-        request_id=headers.request_id(request),
-        is_async=preference.is_async and form != "events",
-        wants_events=form == "events",
+    submit = await off_loop(
+        len(content),
+        lambda: _submit_request(
+            gateway,
+            entry,
+            parts,
+            key=key,
+            request_id=headers.request_id(request),
+            is_async=preference.is_async and form != "events",
+            wants_events=form == "events",
+        ),
     )
     try:
         response = await _answer(gateway, request, submit, form, preference)
@@ -59,15 +61,15 @@ async def infer(gateway: Gateway, request: Request) -> Response:
 def _submit_request(
     gateway: Gateway,
     entry: Entry,
-    measured: Measured,
-    options: Options,
+    parts: Body,
     *,
     key: str | None,
     request_id: str | None,
     is_async: bool,
     wants_events: bool,
 ) -> SubmitRequest:
-    clocks = gateway.settings.clocks
+    clocks, options = gateway.settings.clocks, parts.options
+    measured = entry.measure(parts, options.vram)
     inputs = canonical(measured.inputs)
     return SubmitRequest(
         job_id=secrets.token_hex(16),
@@ -98,7 +100,7 @@ async def _answer(
     if form == "events":
         return EventStream(gateway, submitted.job_id, submit=submit, outcome=submitted.outcome)
     if submitted.outcome is not None:
-        return rendering.render_answer(submitted.outcome, form, is_replayed=True)
+        return await _rendered(submitted.outcome, form, is_replayed=True)
     wait_s = _wait_s(submit, preference)
     if wait_s <= 0:
         return await _accepted(gateway, submitted, form, preference)
@@ -120,7 +122,7 @@ async def _conclude(
     preference: Preference,
 ) -> Response:
     if isinstance(outcome, Outcome):
-        response = rendering.render_answer(outcome, form)
+        response = await _rendered(outcome, form)
         if preference.applied:
             response.headers["Preference-Applied"] = preference.applied
         return response
@@ -141,7 +143,13 @@ async def _conclude(
             "the job is past its clocks and the ledger has not settled it yet; ask for it again",
             job_id=job_id,
         )
-    return rendering.render_answer(found, form)
+    return await _rendered(found, form)
+
+
+async def _rendered(outcome: Outcome, form: Form, *, is_replayed: bool = False) -> Response:
+    return await off_loop(
+        len(outcome.result or b""), lambda: rendering.render_answer(outcome, form, is_replayed=is_replayed)
+    )
 
 
 async def _accepted(gateway: Gateway, submitted: Submitted, form: Form, preference: Preference) -> Response:

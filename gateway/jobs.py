@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import secrets
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,9 +15,10 @@ from starlette.responses import Response
 from gateway import headers, rendering
 from gateway.context import Gateway
 from gateway.headers import ANONYMOUS, Form
+from gateway.threads import off_loop
 from gateway.waiter import wait_for_outcome
 from scheduler import documents
-from scheduler.models import SETTLED, JobView
+from scheduler.models import SETTLED, JobView, Outcome
 from vramgate.errors import InvalidInput
 
 MAX_WAIT_S = 3600.0
@@ -74,10 +74,11 @@ async def list_jobs(gateway: Gateway, request: Request) -> Response:
 
 
 async def _render(gateway: Gateway, view: JobView, form: Form, *, status: int = 200) -> Response:
-    outcome: Any = None
+    outcome: Outcome | None = None
     if view.state in SETTLED:
         outcome = await gateway.ledger.outcome(view.id, tenant=ANONYMOUS)
-    return rendering.render_job(view, outcome, form, status=status)
+    size = len(outcome.result or b"") if outcome is not None else 0
+    return await off_loop(size, lambda: rendering.render_job(view, outcome, form, status=status))
 
 
 def _wait_s(text: str | None) -> float:

@@ -150,6 +150,9 @@ class Worker:
                 app,
                 log_config=None,
                 access_log=False,
+                http="httptools",
+                ws="none",
+                lifespan="on",
                 server_header=False,
                 # Who may operate is judged by the peer itself and by the presence of these headers, never by
                 # their text.

@@ -297,3 +297,25 @@ async def test_our_own_client_speaks_this_contract(
         first = await client.infer("files", {"image": PNG}, idempotency_key=key)
         again = await client.infer("files", {"image": PNG}, idempotency_key=key)
         assert again.replayed and again.id == first.id
+
+
+async def test_a_large_body_does_not_stop_the_others(http: httpx.AsyncClient, answerer: Answerer) -> None:
+    """While a million numbers are checked, the same worker answers others."""
+    rows = b"[" + b",".join([b"1"] * 1000) + b"]"
+    grid = b"[" + b",".join([rows] * 1500) + b"]"
+    large = b'{"inputs": {"height": 1, "width": 1, "grid": ' + grid + b"}}"
+    waiting = asyncio.create_task(
+        http.post(
+            "/v1/models/squares/infer",
+            content=large,
+            headers={"Content-Type": "application/json"},
+            timeout=60,
+        )
+    )
+    others = 0
+    while not waiting.done():
+        assert (await http.get("/livez")).status_code == 200
+        others += 1
+        await asyncio.sleep(0.01)
+    assert (await waiting).status_code == 200, (await waiting).text
+    assert others > 3
