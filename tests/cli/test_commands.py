@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from scheduler.settings import Settings
 from scheduler.store import Store
 from tests.ledger.fake_agent import GIB, FakeAgent, failed, ok, request
 from vramgate.cli import upfile
-from vramgate.cli.exits import DONE, FAILED, MISSING, UNREACHABLE, USAGE
+from vramgate.cli.exits import DONE, FAILED, INTERRUPTED, MISSING, UNREACHABLE, USAGE
 from vramgate.cli.main import main
 
 
@@ -224,6 +226,31 @@ async def test_a_typo_in_the_configuration_is_one_line(shell: Shell, tmp_path: P
     for command in (["cards"], ["up"], ["gateway"], ["agent"]):
         code, _, err = await shell.run(*command, bare=True)
         assert code == USAGE and "gateway.prot; did you mean gateway.port?" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("form", [["--json"], []])
+async def test_watch_shows_it_again_until_ctrl_c(
+    settings: Settings, store: Store, agent: FakeAgent, form: list[str]
+) -> None:
+    """`--watch --json` prints one object a line, `--watch` redraws its table; Ctrl-C ends both without a
+    trace.
+    """
+    options = ["--redis", settings.redis_url, "--pool", settings.pool]
+    command = [sys.executable, "-P", "-m", "vramgate.cli.main", "cards", "--watch", *form, *options]
+    terminal, inside = os.openpty()
+    process = await asyncio.create_subprocess_exec(*command, stdout=inside, stderr=asyncio.subprocess.PIPE)
+    os.close(inside)
+    try:
+        seen = b""
+        while seen.count(b"GPU-abc123") < 2:
+            seen += await asyncio.wait_for(asyncio.to_thread(os.read, terminal, 65536), 20)
+        if form:
+            assert json.loads(seen.splitlines()[0])["data"][0]["id"] == "GPU-abc123"
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), 20) == INTERRUPTED
+        assert process.stderr is not None and b"Traceback" not in await process.stderr.read()
+    finally:
+        os.close(terminal)
 
 
 async def test_version_and_help(shell: Shell) -> None:

@@ -54,9 +54,9 @@ def demo(
     """
     config = find_examples() / "vramgate.toml"
     seed = random.randrange(2**32) if seed is None else seed
-    plan = Plan(
-        config, simulate, gateways=2, workers=2, port=_two_ports() if port is None else port, pool="demo"
-    )
+    first = _two_ports() if port is None else port
+    # Alone: a ledger that the environment names is not there to be played with.
+    plan = Plan(config, simulate, gateways=2, workers=2, port=first, pool="demo", is_alone=True)
     raise typer.Exit(asyncio.run(_run(plan, requests, clients, impatient, seed)))
 
 

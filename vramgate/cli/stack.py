@@ -39,7 +39,9 @@ _MARGIN_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to start. `redis`: a server that runs already, None for one of our own."""
+    """What to start. `redis`: a server that runs already; None for the one that the configuration names, or
+    for one of our own where it names none. `is_alone`: one of our own whatever is configured.
+    """
 
     config: Path | None
     simulate: str | None
@@ -49,6 +51,7 @@ class Plan:
     redis: str | None = None
     pool: str | None = None
     insecure: bool = False
+    is_alone: bool = False
 
 
 class Stack:
@@ -60,7 +63,8 @@ class Stack:
         self._say = say
         self.settings = load_settings(plan.config, redis_url=plan.redis, pool=plan.pool)
         self.data_dir = Path.cwd() / self.settings.redis.data_dir
-        self._has_server = plan.redis is None and "redis_url" not in self.settings.model_fields_set
+        is_named = plan.redis is not None or "redis_url" in self.settings.model_fields_set
+        self._has_server = plan.is_alone or not is_named
         self._server = EmbeddedServer()
         self._server_watch: asyncio.Task[None] | None = None
         self._gateways: list[ServiceProcess] = []
