@@ -7,14 +7,13 @@ Owns: how the parts of one worker are put together, started and ended, and what 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from gateway import headers, metrics, openapi, problems
 from gateway.catalogue import Catalogue
@@ -48,47 +47,38 @@ def create_app(
     # The usual pages of FastAPI load their scripts from elsewhere; a box with GPUs often has no way there.
     app = FastAPI(title=TITLE, version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.gateway = gateway
-    app.router.route_class = LeanRoute
     problems.install(app)
     for operation in OPERATIONS:
         methods = ["GET", "HEAD"] if operation.tag == "health" else [operation.method]
-        app.add_api_route(
-            operation.path,
-            _bind(gateway, operation),
-            methods=methods,
-            name=operation.name,
-            include_in_schema=False,
+        app.router.routes.append(
+            Route(operation.path, _Endpoint(gateway, operation), methods=methods, name=operation.name)
         )
     app.openapi = lambda: openapi.document(title=TITLE, version=VERSION)  # type: ignore[method-assign]
     return app
 
 
-class LeanRoute(APIRoute):
-    """A route whose endpoint reads the request itself: nothing of FastAPI's parsing runs for it."""
+class _Endpoint:
+    """One route as an ASGI application: it reads the request itself, so none of FastAPI's parsing runs."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
-        return endpoint
+    def __init__(self, gateway: Gateway, operation: Operation) -> None:
+        self._gateway = gateway
+        self._run = operation.run
+        self._name = operation.name
+        self._seconds = metrics.SECONDS.labels(operation.name)
 
-
-def _bind(gateway: Gateway, operation: Operation) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    run, name = operation.run, operation.name
-    seconds = metrics.SECONDS.labels(name)
-
-    async def endpoint(request: Request) -> Response:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive, send)
         began = time.perf_counter()
         try:
-            response = await run(gateway, request)
+            response = await self._run(self._gateway, request)
         except Exception as error:
             response = problems.respond(request, error)
         echo = headers.echoed(request)
         if echo:
             response.headers.update(echo)
-        if gateway.lifecycle.is_draining:
+        if self._gateway.lifecycle.is_draining:
             # The connection is about to be closed; a client that reuses it would lose its request.
             response.headers["Connection"] = "close"
-        seconds.observe(time.perf_counter() - began)
-        metrics.REQUESTS.labels(name, str(response.status_code)).inc()
-        return response
-
-    return endpoint
+        self._seconds.observe(time.perf_counter() - began)
+        metrics.REQUESTS.labels(self._name, str(response.status_code)).inc()
+        await response(scope, receive, send)
