@@ -71,9 +71,12 @@ class ResultReader:
     async def close(self) -> None:
         """Stop reading; whoever still waits is told `draining`."""
         self._is_closing.set()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        left = set(self._tasks)
+        while left:
+            for task in left:
+                task.cancel()
+            # Again and again, because the client can lose one that arrives together with its answer.
+            _, left = await asyncio.wait(left, timeout=0.1)
         for pending in self._pending.values():
             if not pending.future.done():
                 pending.future.set_exception(

@@ -1,0 +1,109 @@
+"""The scripts as files and as the server runs them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from scheduler import scripts
+from scheduler.settings import load_settings
+from scheduler.store import Store
+from tests.conftest import TestServer
+from tests.ledger.everything import do_everything
+
+
+@pytest.mark.parametrize("name", scripts.names())
+def test_each_header_is_a_contract(name: str) -> None:
+    """Purpose, guarantee, fence, KEYS, ARGV, what it returns and what it costs."""
+    header = (scripts.LUA / f"{name}.lua").read_text().split("-- include:")[0]
+    assert header.startswith(f"-- {name}: ")
+    for part in ("Guarantee:", "Fence:", "KEYS: meta", "ARGV: arguments", "Returns:", "Cost:"):
+        assert part in header, f"lua/{name}.lua does not say {part}"
+    assert all(line.startswith("-- ") for line in header.splitlines())
+
+
+def test_text_is_constant_and_uses_no_unbounded_command() -> None:
+    """No KEYS, no SCAN and none of its kin, no shebang in what is loaded; one text per operation."""
+    for name in scripts.names():
+        text = scripts.load(name).text
+        assert not re.search(r"redis\.call\('(KEYS|SCAN|HSCAN|SSCAN|ZSCAN|FLUSH\w*|RANDOMKEY)'", text)
+        assert not text.startswith("#!")
+        assert scripts.load(name) is scripts.load(name)
+
+
+def test_only_lease_lua_moves_bytes() -> None:
+    """No other file writes a card's sums or the leases of a card."""
+    for path in scripts.LUA.rglob("*.lua"):
+        if path.name == "lease.lua":
+            continue
+        text = path.read_text()
+        assert not re.search(r"\.(jb|nj)\s*[,=][^=]", text.replace("k.jb)", "")), path
+        assert not re.search(r"'H(SET|DEL|INCRBY)', key\('leases'", text), path
+
+
+def test_every_state_is_written_in_one_place() -> None:
+    """`set_state` alone writes the field s of a job."""
+    for path in scripts.LUA.rglob("*.lua"):
+        text = path.read_text()
+        writes = re.findall(r"job\.set\([^)]*'s',", text)
+        assert len(writes) == (1 if path.name == "job.lua" else 0), path
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[TestServer]:
+    """A cluster of one node that owns every slot."""
+    server = TestServer(tmp_path, arguments=("--cluster-enabled", "yes"))
+    server.start()
+    client: Any = redis.Redis(port=server.port)
+    client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+    deadline = time.monotonic() + 20
+    while client.execute_command("CLUSTER INFO")["cluster_state"] != "ok":
+        assert time.monotonic() < deadline, "the cluster did not come up"
+        time.sleep(0.02)
+    client.close()
+    yield server
+    server.kill()
+
+
+async def test_no_script_leaves_its_slot(
+    cluster: TestServer, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every script runs with `#!lua` prepended on a cluster, where a key of a foreign slot is an error."""
+    plain = scripts.load
+    ran: set[str] = set()
+
+    def strict(name: str) -> scripts.Script:
+        import hashlib
+
+        script = plain(name)
+        text = "#!lua\n" + script.text
+        ran.add(name)
+        return scripts.Script(name, text, hashlib.sha1(text.encode()).hexdigest(), script.needs_lease_ids)
+
+    monkeypatch.setattr(scripts, "load", strict)
+    store = await Store.connect(load_settings(None, redis_url=cluster.url, pool=pool))
+    ran.clear()
+    await do_everything(store)
+    ran.add("recover")
+    assert ran == set(scripts.names())
+    foreign = "#!lua\nreturn redis.call('GET', 'elsewhere')"
+    with pytest.raises(redis.ResponseError, match="slot"):
+        await store.redis.eval(foreign, 1, store.keys.meta)
+    await store.close()
+
+
+def test_the_server_in_use_is_the_one_asked_for(server: TestServer) -> None:
+    """VRAMGATE_TEST_SERVER chooses between Valkey and Redis, so that both are really tested."""
+    import os
+
+    client = redis.Redis(port=server.port, decode_responses=True)
+    info = client.info("server")
+    client.close()
+    is_valkey = os.environ.get("VRAMGATE_TEST_SERVER", "valkey") == "valkey"
+    assert ("valkey_version" in info) == is_valkey
