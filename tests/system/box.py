@@ -1,7 +1,7 @@
 """One box as a stranger would run it: a real server, gateways of two workers, agents on simulated cards.
 
-Owns: the processes, how each is hurt and healed, and what they say of themselves in their logs. Does not own: what is
-asked of them (`caller`), or what must hold afterwards (`conftest`).
+Owns: the processes, how each is hurt and healed, and what they say of themselves in their logs. Does not own:
+what is asked of them (`caller`), or what must hold afterwards (`conftest`).
 """
 
 from __future__ import annotations
@@ -221,8 +221,9 @@ class Box:
         return GatewayProcess(port, command, self.folder / f"gateway-{port}.log")
 
     def heal(self) -> None:
-        """Start what does not run, and wait until the gateways serve. From the main thread: what a thread starts ends with
-        it."""
+        """Start what does not run, and wait until the gateways serve. From the main thread: what a thread
+        starts ends with it.
+        """
         if self.server.process is None:
             self.server.start()
         for gateway in self.gateways:

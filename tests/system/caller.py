@@ -162,6 +162,11 @@ class Caller:
     async def totals(self) -> dict[str, int]:
         return dict(await inventory.totals(self.store))
 
+    async def cut_connections(self) -> None:
+        """The server closes every connection but ours."""
+        redis: Any = self.store.redis
+        await redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
     async def now_ms(self) -> float:
         """The time of the ledger's server."""
         seconds, micros = await self.store.redis.time()

@@ -1,40 +1,23 @@
-"""One box for all system tests. Each test leaves it whole: every process alive, every job settled, every byte back."""
+"""One box for all system tests. Each test leaves it whole: every process alive, every job settled, every byte
+back.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 
 import httpx
 import pytest
 
 from scheduler import admission
-from scheduler.models import CardView
 from scheduler.store import Store
 from tests.conftest import TestServer
 from tests.invariants import check_pool
 from tests.system.box import Box
-from tests.system.caller import Caller, until
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """What a card's memory holds while nothing runs: tensors, and all that is used but the allocator's cache."""
-
-    allocated: int
-    used: int
-
-    @classmethod
-    def of(cls, card: CardView) -> Footprint | None:
-        sample = card.sample
-        if sample is None:
-            return None
-        return cls(sample.allocated, sample.used - (sample.reserved - sample.allocated))
-
-
-BASELINE: dict[str, Footprint] = {}
+from tests.system.caller import Caller
+from tests.system.whole import check_whole
 
 
 @pytest.fixture(scope="session")
@@ -69,25 +52,6 @@ async def caller(box: Box) -> AsyncIterator[Caller]:
             await check_pool(store)
         finally:
             await asyncio.shield(store.close())
-
-
-async def check_whole(caller: Caller) -> None:
-    """Both cards ready, nothing leased, nothing queued, memory as it was before the first job."""
-    cards = await caller.all_ready()
-    await caller.no_leases()
-    for state in ("queued", "leased", "running"):
-        assert not await caller.jobs(state), f"a job is still {state}"
-    for card in cards:
-        await _memory_back(caller, card.id)
-
-
-async def _memory_back(caller: Caller, card_id: str) -> None:
-    async def check() -> bool:
-        card = next(card for card in await caller.cards() if card.id == card_id)
-        found = Footprint.of(card)
-        return found is not None and BASELINE.setdefault(card_id, found) == found
-
-    await until(f"the memory of {card_id} is back at {BASELINE.get(card_id)}", check, patience_s=20)
 
 
 async def _end_leftovers(caller: Caller) -> None:

@@ -1,5 +1,5 @@
-"""Models of the system tests. Each run leaves a line in a file beside this one: what really ran, and how often, is known
-without asking the ledger.
+"""Models of the system tests. Each run leaves a line in a file beside this one: what really ran, and how
+often, is known without asking the ledger.
 """
 
 from __future__ import annotations

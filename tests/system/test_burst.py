@@ -13,8 +13,10 @@ MIB = 2**20
 
 
 async def test_a_burst_never_takes_a_card_over_its_budget(caller: Caller) -> None:
-    """160 requests at once of 1 to 120 MiB, several times the memory of both cards, over all four workers: at no moment is
-    more leased than usable, nobody sees an out-of-memory, no audit finds drift, and all are answered."""
+    """160 requests at once of 1 to 120 MiB, several times the memory of both cards, over all four workers: at
+    no moment is more leased than usable, nobody sees an out-of-memory, no audit finds drift, and all are
+    answered.
+    """
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     dice = random.Random(seed)

@@ -1,4 +1,6 @@
-"""The three ends that a caller's patience, a run's limit and a lost client put to a job, and what they leave: nothing."""
+"""The three ends that a caller's patience, a run's limit and a lost client put to a job, and what they leave:
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,16 @@ import pytest
 from scheduler.models import JobView
 from tests.system.box import CONFIGURATION
 from tests.system.caller import Caller, new_tag, until
+from tests.system.whole import check_whole
 
 JOB_S = 0.5
 QUEUE = 20
 
 
 async def test_a_wait_over_the_limit_is_503(caller: Caller) -> None:
-    """wait_timeout: 503, a whole number of seconds in Retry-After, not before the limit and soon after it; it never ran."""
+    """wait_timeout: 503, a whole number of seconds in Retry-After, not before the limit and soon after it; it
+    never ran.
+    """
     blocker = await caller.submit("one", new_tag(), seconds=3.0)
     await caller.in_state(blocker, "running")
     tag = new_tag()
@@ -36,8 +41,10 @@ async def test_a_wait_over_the_limit_is_503(caller: Caller) -> None:
 
 
 async def test_retry_after_is_true_within_a_factor_of_two(caller: Caller) -> None:
-    """Steady load of jobs of 0.5 s, a queue of 20 that is full, and 20 refused callers: the n-th of them could have been
-    admitted at the n-th grant after that; its Retry-After is within a factor of 2 of this time, at the median."""
+    """Steady load of jobs of 0.5 s, a queue of 20 that is full, and 20 refused callers: the n-th of them
+    could have been admitted at the n-th grant after that; its Retry-After is within a factor of 2 of this
+    time, at the median.
+    """
     configuration = caller.box.folder / "small-queue.toml"
     configuration.write_text(f"{CONFIGURATION}\n[limits]\nmodel_jobs = {QUEUE}\n")
     gateway = caller.box.new_gateway(configuration=configuration, workers=1)
@@ -50,7 +57,9 @@ async def test_retry_after_is_true_within_a_factor_of_two(caller: Caller) -> Non
         model = "one@" + next(hosted.version for hosted in card.models if hosted.name == "one")
         warm = [await caller.submit(model, seconds=JOB_S) for _ in range(6)]
         await caller.ended(warm[3])
-        while (await caller.infer(model, seconds=JOB_S, prefer="respond-async", gateway=2)).status_code == 202:
+        while (
+            await caller.infer(model, seconds=JOB_S, prefer="respond-async", gateway=2)
+        ).status_code == 202:
             continue
         # A grant in the midst of it lets one of them in, who is load then.
         asked = [
@@ -76,8 +85,9 @@ async def test_retry_after_is_true_within_a_factor_of_two(caller: Caller) -> Non
 
 @pytest.mark.parametrize("model", ["work", "deaf"])
 async def test_a_run_over_its_limit_is_504_and_its_memory_is_back(caller: Caller, model: str) -> None:
-    """run_timeout: 504 by the run's own clock; then its lease ends and the card measures as before, whether the model
-    listens or its process has to be killed."""
+    """run_timeout: 504 by the run's own clock; then its lease ends and the card measures as before, whether
+    the model listens or its process has to be killed.
+    """
     children = [caller.box.agents.child(card.id) for card in await caller.cards()]
     answer = await caller.infer(model, new_tag(), seconds=60.0, mib=64.0, options={"run_timeout_s": 0.5})
     assert answer.status_code == 504
@@ -88,11 +98,12 @@ async def test_a_run_over_its_limit_is_504_and_its_memory_is_back(caller: Caller
     view = await caller.view(job)
     assert view.started_ms is not None and view.settled_ms is not None
     assert view.settled_ms - view.started_ms >= 500
-    await caller.no_leases()
+    await check_whole(caller)
     assert (await caller.view(job)).attempt == 1
-    await caller.all_ready()
     now = [caller.box.agents.child(card.id) for card in await caller.cards()]
-    assert (now != children) == (model == "deaf"), "a process is killed where the model does not listen, only there"
+    assert (now != children) == (model == "deaf"), (
+        "a process is killed where the model does not listen, only there"
+    )
 
 
 async def _leave(task: asyncio.Task[httpx.Response]) -> None:
@@ -102,8 +113,9 @@ async def _leave(task: asyncio.Task[httpx.Response]) -> None:
 
 
 async def test_a_client_that_leaves_frees_its_bytes(caller: Caller) -> None:
-    """Without a key a job ends with its client: waiting, it leaves the queue; running, its lease ends and its memory is
-    measured back, long before it would have been done."""
+    """Without a key a job ends with its client: waiting, it leaves the queue; running, its lease ends and its
+    memory is measured back, long before it would have been done.
+    """
     running = asyncio.create_task(caller.infer("one", new_tag(), seconds=60.0, mib=64.0))
     first = await caller.only_job("one", "running")
     waiting = asyncio.create_task(caller.infer("one", new_tag(), seconds=60.0))
@@ -112,12 +124,13 @@ async def test_a_client_that_leaves_frees_its_bytes(caller: Caller) -> None:
     await caller.in_state(second.id, "cancelled")
     await _leave(running)
     assert (await caller.in_state(first.id, "cancelled")).code == "cancelled"
-    await caller.no_leases()
+    await check_whole(caller)
 
 
 async def test_a_client_that_leaves_costs_its_batch_mates_nothing(caller: Caller) -> None:
-    """Four jobs in one batch, one client leaves without a key: its job is cancelled, the other three are answered by the
-    run that they were in."""
+    """Four jobs in one batch, one client leaves without a key: its job is cancelled, the other three are
+    answered by the run that they were in.
+    """
     blocker = await caller.submit("batch", new_tag(), seconds=1.5)
     await caller.in_state(blocker, "running")
     tags = [new_tag() for _ in range(4)]
@@ -133,7 +146,9 @@ async def test_a_client_that_leaves_costs_its_batch_mates_nothing(caller: Caller
     await _leave(tasks[0])
 
     async def gone() -> JobView | None:
-        cancelled = [job for job in await caller.jobs("cancelled", model="batch") if job.started_ms is not None]
+        cancelled = [
+            job for job in await caller.jobs("cancelled", model="batch") if job.started_ms is not None
+        ]
         return cancelled[0] if cancelled else None
 
     left = await until("the job of the client that left is cancelled", gone)

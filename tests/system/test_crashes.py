@@ -41,7 +41,9 @@ async def _running(caller: Caller, model: str) -> list[JobView]:
 
 
 async def test_kill_9_of_a_child_runs_its_jobs_again(caller: Caller) -> None:
-    """The jobs of a killed child run again, once each, within 1 s of the next child's being warm; their callers see 200."""
+    """The jobs of a killed child run again, once each, within 1 s of the next child's being warm; their
+    callers see 200.
+    """
     crashes_before = (await caller.totals()).get("requeued.crash", 0)
     tags = [new_tag() for _ in range(4)]
     tasks = [asyncio.create_task(caller.infer("batch", tag, seconds=1.5)) for tag in tags]
@@ -63,8 +65,9 @@ async def test_kill_9_of_a_child_runs_its_jobs_again(caller: Caller) -> None:
 
 
 async def test_kill_9_of_a_supervisor_moves_its_job_to_the_other_card(caller: Caller) -> None:
-    """A supervisor is killed: its child dies with it, its job waits again within the session and 1 s, and runs on the
-    other card; the caller sees 200."""
+    """A supervisor is killed: its child dies with it, its job waits again within the session and 1 s, and
+    runs on the other card; the caller sees 200.
+    """
     tag = new_tag()
     task = asyncio.create_task(caller.infer("work", tag, seconds=3.0))
     view = await caller.only_job("work", "running")
@@ -82,7 +85,9 @@ async def test_kill_9_of_a_supervisor_moves_its_job_to_the_other_card(caller: Ca
 
 
 async def test_kill_9_of_a_gateway_under_load(caller: Caller) -> None:
-    """Keyed callers of a killed gateway find their jobs through the other one: each has one run and one answer."""
+    """Keyed callers of a killed gateway find their jobs through the other one: each has one run and one
+    answer.
+    """
     tags = [new_tag() for _ in range(40)]
     async with caller.client() as client:
         tasks = load(client, tags)
@@ -95,7 +100,9 @@ async def test_kill_9_of_a_gateway_under_load(caller: Caller) -> None:
 
 
 async def test_models_stay_loaded_when_gateways_restart(caller: Caller) -> None:
-    """Both gateways are stopped and started again: the same children, no model loaded again, nobody's job is lost."""
+    """Both gateways are stopped and started again: the same children, no model loaded again, nobody's job is
+    lost.
+    """
     cards = [card.id for card in await caller.cards()]
     children = [caller.box.agents.child(card) for card in cards]
     loads = len(caller.box.agents.events("model_loaded"))
@@ -110,8 +117,9 @@ async def test_models_stay_loaded_when_gateways_restart(caller: Caller) -> None:
 
 
 async def test_kill_9_of_the_server_loses_nothing(caller: Caller) -> None:
-    """The server is killed under load and started again over its append-only file: all callers are answered, and no job
-    is settled twice; no child ends."""
+    """The server is killed under load and started again over its append-only file: all callers are answered,
+    and no job is settled twice; no child ends.
+    """
     children = [caller.box.agents.child(card.id) for card in await caller.cards()]
     tags = [new_tag() for _ in range(40)]
     accepted = [await caller.submit("work", tag, seconds=0.2) for tag in (new_tag() for _ in range(20))]
@@ -128,8 +136,9 @@ async def test_kill_9_of_the_server_loses_nothing(caller: Caller) -> None:
 
 
 async def test_an_agent_that_slept_past_its_session_cannot_finish_its_job(caller: Caller) -> None:
-    """A supervisor is stopped past its session and continued: the job ran elsewhere and is settled once; the late one
-    ends its work, keeps its models, and serves again."""
+    """A supervisor is stopped past its session and continued: the job ran elsewhere and is settled once; the
+    late one ends its work, keeps its models, and serves again.
+    """
     tag = new_tag()
     task = asyncio.create_task(caller.infer("work", tag, seconds=2.0))
     view = await caller.only_job("work", "running")
@@ -158,8 +167,9 @@ async def test_an_agent_that_slept_past_its_session_cannot_finish_its_job(caller
 
 
 async def test_an_async_job_outlives_a_restart_of_everything(caller: Caller) -> None:
-    """Accepted, then agents, gateways and server are stopped and started again: the job is answered, under its id and
-    under its key."""
+    """Accepted, then agents, gateways and server are stopped and started again: the job is answered, under
+    its id and under its key.
+    """
     tag = new_tag()
     job = await caller.submit("one", tag, key=tag, seconds=1.0)
     blocked = await caller.submit("one", seconds=0.1)

@@ -24,8 +24,9 @@ async def test_one_key_sent_fifty_times_at_once_runs_once(caller: Caller) -> Non
 
 
 async def test_one_key_survives_the_gateway_that_took_it(caller: Caller) -> None:
-    """50 callers share a key; the gateway that took the job is killed -9 while it runs: one run, the same answer for all,
-    who retry at the other."""
+    """50 callers share a key; the gateway that took the job is killed -9 while it runs: one run, the same
+    answer for all, who retry at the other.
+    """
     tag = new_tag()
     async with caller.client() as client:
         first = asyncio.create_task(caller.infer("work", tag, key=tag, seconds=2.0, gateway=0))
@@ -52,8 +53,9 @@ async def test_one_key_survives_the_gateway_that_took_it(caller: Caller) -> None
 
 
 async def test_an_impatient_client_keeps_its_place_in_the_queue(caller: Caller) -> None:
-    """A client with a 2 s timeout against a 5 s queue succeeds by retries with one run, and nobody who came after it is
-    served before it."""
+    """A client with a 2 s timeout against a 5 s queue succeeds by retries with one run, and nobody who came
+    after it is served before it.
+    """
     blocker = await caller.submit("one", new_tag(), seconds=5.0)
     await caller.in_state(blocker, "running")
     tag = new_tag()

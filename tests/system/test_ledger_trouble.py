@@ -1,5 +1,6 @@
-"""A server that forgets scripts, cuts connections, is full, or freezes: accepted jobs end once, and no child is killed for
-its silence."""
+"""A server that forgets scripts, cuts connections, is full, or freezes: accepted jobs end once, and no child
+is killed for its silence.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +15,16 @@ FREEZE_S = 12.0
 
 
 async def test_flushed_scripts_and_cut_connections(caller: Caller) -> None:
-    """SCRIPT FLUSH and CLIENT KILL of every connection, again and again under load: all are answered, each by one run."""
+    """SCRIPT FLUSH and CLIENT KILL of every connection, again and again under load: all are answered, each by
+    one run.
+    """
     tags = [new_tag() for _ in range(60)]
     rounds = 0
     async with caller.client() as client:
         tasks = load(client, tags)
         while not all(task.done() for task in tasks):
             await caller.store.redis.script_flush()
-            await caller.store.redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            await caller.cut_connections()
             rounds += 1
             await asyncio.sleep(0.2)
         await all_answered(caller, tags, await asyncio.gather(*tasks))
@@ -30,8 +33,9 @@ async def test_flushed_scripts_and_cut_connections(caller: Caller) -> None:
 
 
 async def test_a_full_server_refuses_new_jobs_and_finishes_the_old_ones(caller: Caller) -> None:
-    """maxmemory reached under load: new jobs are refused with 503 store_unavailable; what was accepted runs to its end and
-    is answered; with room again all is as before."""
+    """maxmemory reached under load: new jobs are refused with 503 store_unavailable; what was accepted runs
+    to its end and is answered; with room again all is as before.
+    """
     tags = [new_tag() for _ in range(12)]
     waiting = [asyncio.create_task(caller.infer("work", tag, seconds=1.0, gateway=0)) for tag in tags]
     accepted = [await caller.submit("work", new_tag(), seconds=0.5) for _ in range(8)]
@@ -60,8 +64,10 @@ async def test_a_full_server_refuses_new_jobs_and_finishes_the_old_ones(caller: 
 
 
 async def test_twelve_seconds_of_silence(caller: Caller) -> None:
-    """The server is frozen for 12 s under load, six sessions long. Meanwhile callers are told 503; when it wakes nobody who
-    is alive is reaped, no child was killed, all callers are answered, and what was accepted ran once."""
+    """The server is frozen for 12 s under load, six sessions long. Meanwhile callers are told 503; when it
+    wakes nobody who is alive is reaped, no child was killed, all callers are answered, and what was
+    accepted ran once.
+    """
     children = [caller.box.agents.child(card.id) for card in await caller.cards()]
     before = await caller.totals()
     tags, async_tags = [new_tag() for _ in range(24)], [new_tag() for _ in range(24)]

@@ -85,12 +85,13 @@ def up(tmp_path: Path) -> Iterator[Up]:
 
 
 def test_the_life_of_a_box(up: Up, tmp_path: Path) -> None:
-    """Everything comes up; every view answers as a table and as JSON; a second `up` on the port says so in one line;
-    Ctrl-C drains what runs, leaves no process, and what waited is answered after the next `up`."""
+    """Everything comes up; every view answers as a table and as JSON; a second `up` on the port says so in
+    one line; Ctrl-C drains what runs, leaves no process, and what waited is answered after the next `up`.
+    """
     up.ready()
     with httpx.Client(base_url=up.url, timeout=30, trust_env=False) as http:
         assert http.post("/v1/models/one/infer", json={"inputs": {"tag": "a"}}).status_code == 200
-        ids = [_submit(http, seconds=seconds) for seconds in (2.0, 30.0, 0.1)]
+        ids = [_submit(http, seconds=seconds) for seconds in (60.0, 0.1, 0.1)]
         for view in VIEWS:
             shown = json.loads(up.ask(view, "--json"))
             assert shown["object"] == "list" and shown == {**shown, "next": shown["next"]}
@@ -99,9 +100,8 @@ def test_the_life_of_a_box(up: Up, tmp_path: Path) -> None:
                 assert shown["data"], view
         assert [job["id"] for job in json.loads(up.ask("jobs", "--json"))["data"]][:3] == ids[::-1]
         assert json.loads(up.ask("jobs", ids[2][:12], "--json"))["state"] == "queued"
-        assert "cancelled" in up.ask("job", "cancel", ids[1])
+        assert "cancelled" in up.ask("job", "cancel", ids[2])
         assert json.loads(up.ask("queue", "--json"))["data"][0]["waiting"] == 1
-        ids.append(_submit(http, seconds=0.2))
 
         second = subprocess.run(
             [*VRAMGATE, "up", "--simulate", "1x512MiB", "--port", str(up.port)],
@@ -115,6 +115,11 @@ def test_the_life_of_a_box(up: Up, tmp_path: Path) -> None:
         assert str(up.port) in second.stderr and "--port" in second.stderr
         assert len(second.stderr.strip().splitlines()) == 1 and "Traceback" not in second.stderr
 
+        assert "cancelled" in up.ask("job", "cancel", ids[0])
+        assert http.get(f"/v1/jobs/{ids[1]}?wait_s=20").json()["state"] == "succeeded"
+        ids += [_submit(http, seconds=3.0), _submit(http, seconds=0.1)]
+        wait_for("the fourth runs", lambda: http.get(f"/v1/jobs/{ids[3]}").json()["state"] == "running")
+
     up.process.send_signal(signal.SIGINT)
     assert up.process.wait(PATIENCE_S) == 0, up.log.read_text()
     up.nobody_is_left()
@@ -122,8 +127,9 @@ def test_the_life_of_a_box(up: Up, tmp_path: Path) -> None:
     try:
         again.ready()
         with httpx.Client(base_url=again.url, timeout=60, trust_env=False) as http:
-            states = {job: http.get(f"/v1/jobs/{job}?wait_s=30").json()["state"] for job in ids}
-        assert states == {ids[0]: "succeeded", ids[1]: "cancelled", ids[2]: "succeeded", ids[3]: "succeeded"}
+            jobs = [http.get(f"/v1/jobs/{job}?wait_s=30").json() for job in ids]
+        assert [job["state"] for job in jobs] == ["cancelled", "succeeded", "cancelled", *["succeeded"] * 2]
+        assert jobs[3]["attempts"] == 1, "what ran when Ctrl-C came was finished, and not run again"
         # kill -9 of `up` itself: nobody is left to end the others, so they end by themselves.
         again.process.kill()
         again.process.wait()
