@@ -160,9 +160,9 @@ def test_the_demo_keeps_its_promises(tmp_path: Path) -> None:
     table.
     """
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    ended = run("demo", "--requests", "64", "--clients", "24", "--seed", "1", cwd=tmp_path, timeout_s=110)
+    ended = run("demo", "--requests", "40", "--clients", "16", "--seed", "1", cwd=tmp_path, timeout_s=110)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "BROKEN" not in ended.stdout and "64 of 64" in ended.stdout
+    assert "BROKEN" not in ended.stdout and "40 of 40" in ended.stdout
     for row in (
         "answers by status",
         "runs started again after a crash",
