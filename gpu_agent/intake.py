@@ -24,6 +24,7 @@ from scheduler.models import Cancel, HandedJob, Handout, OutcomeKind, Report, Sa
 _LOG = logging.getLogger(__name__)
 WATCHDOG_SLACK_S = 5.0
 MOST_WANTED = 16
+_BY_THE_CLOCK = ("run_timeout", "total_timeout")
 
 Send = Callable[[Mapping[str, Any]], None]
 
@@ -125,7 +126,9 @@ class Intake:
             if batch is None:
                 continue
             self._end_item(batch, index, batch.cancelled)
-            if cancel.force:
+            # A run past its clock has the grace as well: most models stop at their next step, and a kill
+            # costs all.
+            if cancel.force and cancel.reason != "run_timeout":
                 self._around.kill(f"job {cancel.job_id} was cancelled by force")
                 return
 

@@ -27,6 +27,8 @@ from gpu_agent.ipc import Channel
 EXIT_NO_PARENT = 71
 EXIT_NO_DEVICE = 72
 UNLOAD_TIMEOUT_S = 5.0
+START_S = 180.0
+"""Longest start: nobody speaks to a child before its hello, and torch may come from a cold disk."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     tie_to(args.parent)
     watchdog = Watchdog(float(args.setup["watchdog_s"]))
-    watchdog.arm()
+    watchdog.allow(START_S)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     control = Channel(socket.socket(fileno=args.control))
     memory = Channel(socket.socket(fileno=args.memory))
@@ -71,6 +73,10 @@ class Watchdog:
         self._silence_s = silence_s
         self._busy_until = 0.0
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def allow(self, seconds: float) -> None:
+        """Be silent for so long, this once."""
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
     def arm(self, *, busy_s: float = 0.0) -> None:
         """A message came. `busy_s`: how long the work that it brings may hold the GIL."""
@@ -112,6 +118,7 @@ def _serve(control: Channel, memory: Channel, setup: Mapping[str, Any], watchdog
             "context": device.context_bytes,
         }
     )
+    watchdog.arm()
     while (message := control.receive()) is not None:
         watchdog.arm(busy_s=float(message.get("busy_s", 0.0)))
         match message["t"]:

@@ -9,6 +9,7 @@ supervisor raises the estimate by what it sees), or whether the model fits besid
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -95,11 +96,14 @@ def envelope(points: Sequence[Point], *, grows: bool) -> Line:
         return Line(_with_margin(max(p.peak for p in points)), 0.0, last.units)
     large = [p for p in points if p.units >= last.units / 8]
     slopes = [(b.peak - a.peak) / (b.units - a.units) for a, b in itertools.pairwise(large)]
-    c1 = max(slopes) if slopes else last.peak / last.units
-    c1 = max(0.0, c1)
-    c0 = max(0, *(round(p.peak - c1 * p.units) for p in points)) if slopes else last.peak
+    if not slopes:
+        return Line(
+            _with_margin(max(p.peak for p in points)), last.peak / last.units * (1 + MARGIN), last.units
+        )
+    c1 = max(0.0, *slopes)
+    c0 = max(0, *(math.ceil(p.peak - c1 * p.units) for p in points))
     return Line(_with_margin(c0), c1 * (1 + MARGIN), last.units)
 
 
 def _with_margin(nbytes: int) -> int:
-    return round(nbytes * (1 + MARGIN))
+    return math.ceil(nbytes * (1 + MARGIN))
