@@ -45,7 +45,9 @@ _ROWS: tuple[ErrorCode, ...] = (
     ErrorCode("unknown_route", 404, "no", "There is no such route"),
     ErrorCode("method_not_allowed", 405, "no", "This route does not take that method"),
     ErrorCode("not_acceptable", 406, "no", "The answer has no form that Accept allows"),
-    ErrorCode("result_expired", 410, "no", "The answer under this key is no longer stored; the key never runs again"),
+    ErrorCode(
+        "result_expired", 410, "no", "The answer under this key is no longer stored; the key never runs again"
+    ),
     ErrorCode("lease_fenced", 412, "no", "Another token holds this lease now"),
     ErrorCode("too_large", 413, "no", "The body is larger than the limit"),
     ErrorCode("unsupported_media_type", 415, "no", "The body has a media type that this route does not read"),
@@ -130,7 +132,9 @@ def _class_name(code: str) -> str:
 
 
 def _refusal(code: str) -> type[Refused]:
-    return type(_class_name(code), (Refused,), {"code": code, "__doc__": TABLE[code].title, "__module__": __name__})
+    return type(
+        _class_name(code), (Refused,), {"code": code, "__doc__": TABLE[code].title, "__module__": __name__}
+    )
 
 
 class InputError(Refused):

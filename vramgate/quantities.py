@@ -7,7 +7,16 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-_SIZE_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_SIZE_UNITS = {
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
@@ -35,7 +44,9 @@ def parse_duration(value: float | str) -> float:
     match = _QUANTITY.fullmatch(str(value))
     factor = _SECONDS.get((match[2] or "s").lower(), 0.0) if match else 0.0
     if not match or not factor:
-        raise ValueError(f"{value!r} is not a duration; write for example 10m, 30s, 250ms or a number of seconds")
+        raise ValueError(
+            f"{value!r} is not a duration; write for example 10m, 30s, 250ms or a number of seconds"
+        )
     return float(match[1]) * factor
 
 
