@@ -170,7 +170,7 @@ def _open_envelope(kind: Kind, document: Any) -> Body:
         raise InvalidInput(f'the body must be an object {{"inputs": {{...}}}}, got {_json_name(document)}')
     for name in document:
         if name not in _ENVELOPE:
-            near = difflib.get_close_matches(name, _ENVELOPE, 1, 0.5)
+            near = difflib.get_close_matches(name[:80], _ENVELOPE, 1, 0.5)
             hint = f"did you mean {near[0]}?" if near else 'there are "inputs" and "options"'
             raise InvalidInput(f"unknown member {name[:80]!r} of the body; {hint}", field=name[:80])
     inputs = document.get("inputs")

@@ -74,7 +74,7 @@ def _explain(error: ValidationError) -> Refused:
     first = error.errors(include_url=False)[0]
     name = ".".join(str(part) for part in first["loc"]) or "options"
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, Options.model_fields, 1, 0.5)
+        near = difflib.get_close_matches(name[:80], Options.model_fields, 1, 0.5)
         known = f"did you mean {near[0]}?" if near else f"there are {', '.join(Options.model_fields)}"
         return InvalidInput(f"unknown option {name[:80]!r}; {known}", field=f"options.{name[:80]}")
     shown = repr(first.get("input"))
