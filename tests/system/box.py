@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from scheduler.embedded import bound_to_owner, free_port
+from scheduler.embedded import bound_to_owner
 from scheduler.settings import Settings, load_settings
 from tests.conftest import TestServer
 from vramgate.cli.processes import descendants
@@ -65,6 +67,20 @@ def wait_for(claim: str, holds: Callable[[], Any], *, patience_s: float = PATIEN
         assert time.monotonic() < deadline, f"not within {patience_s:g} s: {claim}"
         time.sleep(0.02)
     return found
+
+
+def stable_port(*, in_a_row: int = 1) -> int:
+    """The first of ports that are free, and that no outgoing connection will be given: a service that is started
+    again finds them free."""
+    while True:
+        first = random.randrange(20_000, 32_000)
+        try:
+            for port in range(first, first + in_a_row):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
 
 
 def is_running(pid: int) -> bool:
@@ -213,7 +229,7 @@ class Box:
 
     def new_gateway(self, *, configuration: Path | None = None, workers: int = 2) -> GatewayProcess:
         """One that has not been started; a configuration of its own replaces the box's."""
-        port = free_port()
+        port = stable_port()
         command = self._service("gateway", "--port", str(port), "--workers", str(workers))
         command += ["--drain", "0.3s", "--grace", "5s", "--log-json"]
         if configuration is not None:

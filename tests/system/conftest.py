@@ -15,7 +15,7 @@ from scheduler import admission
 from scheduler.store import Store
 from tests.conftest import TestServer
 from tests.invariants import check_pool
-from tests.system.box import Box
+from tests.system.box import Box, stable_port
 from tests.system.caller import Caller
 from tests.system.whole import check_whole
 
@@ -25,6 +25,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     folder = tmp_path_factory.mktemp("box")
     (folder / "server").mkdir()
     server = TestServer(folder / "server")
+    server.port = stable_port()
     server.start()
     started = Box(folder, server, "s" + secrets.token_hex(6))
     try:

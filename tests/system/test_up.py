@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from scheduler.embedded import free_port
-from tests.system.box import MODELS_FILE, PATIENCE_S, is_running, wait_for
+from tests.system.box import MODELS_FILE, PATIENCE_S, is_running, stable_port, wait_for
 from vramgate.cli.processes import descendants
 
 VRAMGATE = [sys.executable, "-P", "-m", "vramgate.cli.main"]
@@ -77,9 +77,7 @@ class Up:
 
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[Up]:
-    # Two ports in a row, for two gateways.
-    port = wait_for("a pair of free ports", lambda: (found := free_port()) < 65000 and found)
-    started = Up(tmp_path / "first", port=port)
+    started = Up(tmp_path / "first", port=stable_port(in_a_row=2))
     yield started
     started.close()
 
@@ -92,12 +90,13 @@ def test_the_life_of_a_box(up: Up, tmp_path: Path) -> None:
     with httpx.Client(base_url=up.url, timeout=30, trust_env=False) as http:
         assert http.post("/v1/models/one/infer", json={"inputs": {"tag": "a"}}).status_code == 200
         ids = [_submit(http, seconds=seconds) for seconds in (60.0, 0.1, 0.1)]
-        for view in VIEWS:
-            shown = json.loads(up.ask(view, "--json"))
-            assert shown["object"] == "list" and shown == {**shown, "next": shown["next"]}
-            assert up.ask(view).strip(), view
-            if view != "leases":
-                assert shown["data"], view
+        with ThreadPoolExecutor(2) as ask:
+            tables = list(ask.map(up.ask, VIEWS))
+            documents = [json.loads(text) for text in ask.map(lambda view: up.ask(view, "--json"), VIEWS)]
+        for view, table, document in zip(VIEWS, tables, documents, strict=True):
+            assert document["object"] == "list" and "next" in document, view
+            assert document["data"], f"{view} shows nothing"
+            assert len(table.strip().splitlines()) >= 2, f"{view}: {table}"
         assert [job["id"] for job in json.loads(up.ask("jobs", "--json"))["data"]][:3] == ids[::-1]
         assert json.loads(up.ask("jobs", ids[2][:12], "--json"))["state"] == "queued"
         assert "cancelled" in up.ask("job", "cancel", ids[2])
