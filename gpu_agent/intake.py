@@ -181,7 +181,9 @@ class Intake:
         batch.forget_timers()
         batch.model.busy.discard(batch.number)
         self._learn(batch, message)
-        peak, run_ms = int(message["peak"]), int(message["run_ms"])
+        run_ms = int(message["run_ms"])
+        # 0: not known. What others allocated meanwhile must not be shown as this batch's own.
+        peak = 0 if message["shared"] else int(message["peak"])
         leased = sum(job.lease_bytes for job in batch.jobs)
         for index, (job, item) in enumerate(zip(batch.jobs, message["items"], strict=True)):
             # Shown, not learned from: what one item of a batch took cannot be told from outside.

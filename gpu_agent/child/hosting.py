@@ -11,7 +11,7 @@ import gc
 import itertools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from gpu_agent.child.context import LaneContext
 from gpu_agent.child.lanes import Lane, Lanes
 from gpu_agent.child.loader import LoadFailed, describe, find_class, publish
-from gpu_agent.child.profile import Line, climb, envelope
+from gpu_agent.child.profile import Line, Measure, climb, envelope, prove
 from gpu_agent.child.runner import Hosted, Order, Runner
 from gpu_agent.device.torch_device import TorchDevice
 from gpu_agent.device.verdict import Verdict, classify
@@ -158,17 +158,17 @@ class Hosting:
         """The model's line, and a note where it could not be measured."""
         model, context = hosted.model, hosted.contexts[0]
 
-        def measure(item: Any) -> int:
+        def measure(items: list[Any]) -> int:
             number = -1
             before = self._runner.activity.enter(number)
             answer: bytes | None = None
             try:
-                answer = self._runner.predict_one(hosted, context, item)
+                answer = self._runner.predict_plain(hosted, context, items)
             finally:
                 peak, _ = self._runner.activity.leave(number)
             if hosted.smallest is None:
-                hosted.smallest, hosted.reference = item, answer
-            elif hosted.smallest is item and hosted.reference != answer:
+                hosted.smallest, hosted.reference = items[0], answer
+            elif hosted.smallest is items[0] and hosted.reference != answer:
                 # It answers its own sample anew each time: there is nothing to hold it to.
                 hosted.reference = None
             return max(0, peak - before)
@@ -180,7 +180,8 @@ class Hosting:
                     self._warm_up(model, measure)
                     return Line(int(known[0]), float(known[1]), float(known[2])), None
                 points = climb(model, measure, room=room)
-            return envelope(points, grows=bool(compile_units(model.units).fields)), None
+                line = envelope(points, grows=bool(compile_units(model.units).fields))
+                return prove(model, measure, line, points, room=room), None
         except BaseException as error:
             is_oom = classify(error, device_oom=self._device.ooms() != refused) is Verdict.OOM
             text = describe(error)
@@ -191,11 +192,11 @@ class Hosting:
         assumed = declared if declared is not None else max(0, room)
         return Line(min(assumed, max(0, room)), 0.0, 0.0), f"its sample could not be measured: {text}"
 
-    def _warm_up(self, model: Model, measure: Callable[[Any], int]) -> None:
+    def _warm_up(self, model: Model, measure: Measure) -> None:
         item = model.sample(1.0)
         item = model.parse(item) if isinstance(item, dict) else item
-        measure(item)
-        measure(item)
+        measure([item])
+        measure([item])
 
 
 def _does_not_fit(name: str, needed: int, room: int, how: str) -> LoadFailed:

@@ -12,10 +12,10 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from vramgate.model import Model
+from vramgate.model import Model, batch_need
 
 MARGIN = 1 / 16
 SMALLEST_UNITS = 1.0
@@ -23,8 +23,8 @@ MOST_POINTS = 28
 TIME_BUDGET_S = 5.0
 LONGEST_RUN_S = 0.75
 
-Measure = Callable[[Any], int]
-"""Runs one item and returns its peak above what was allocated before."""
+Measure = Callable[[list[Any]], int]
+"""Runs one batch and returns its peak above what was allocated before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Line:
 class Point:
     units: float
     peak: int
+    seconds: float = 0.0
 
 
 def climb(model: Model, measure: Measure, *, room: int) -> list[Point]:
@@ -65,14 +66,37 @@ def climb(model: Model, measure: Measure, *, room: int) -> list[Point]:
         if points and envelope(points, grows=True).at(units) > room:
             break
         if not points:
-            measure(item)
+            measure([item])
         began = time.monotonic()
-        points.append(Point(units, measure(item)))
+        peak = measure([item])
         now = time.monotonic()
+        points.append(Point(units, peak, now - began))
         if now - began > LONGEST_RUN_S or now > deadline:
             break
         wanted = max(wanted, units) * 2
     return points
+
+
+def prove(model: Model, measure: Measure, line: Line, points: Sequence[Point], *, room: int) -> Line:
+    """Measure one full batch of middling items, and raise the line where items cost more together than one
+    by one.
+
+    Left out where it would not fit, or would take long.
+    """
+    count = type(model).max_batch
+    if count == 1 or not points:
+        return line
+    middle = points[len(points) // 2]
+    together = [middle.units] * count
+    predicted = line.c0 * count + line.c1 * batch_need(together, model.batch_units)
+    if predicted > room or middle.seconds * count > LONGEST_RUN_S:
+        return line
+    item = model.sample(middle.units)
+    item = model.parse(item) if isinstance(item, dict) else item
+    peak = measure([item] * count)
+    if peak <= predicted:
+        return line
+    return replace(line, c0=_with_margin(line.c0 + math.ceil((peak - predicted) / count)))
 
 
 def _sample_or_none(model: Model, units: float) -> Any:

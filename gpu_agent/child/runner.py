@@ -148,14 +148,15 @@ class Runner:
         if reason is not None:
             raise Poisoned(reason)
 
-    def predict_one(self, hosted: Hosted, context: LaneContext, item: Any) -> bytes:
-        """One plain call outside of any job, packed; raises whatever the model or the checks raise."""
-        context.begin(Scope(members=(0,), cancelled=set(), progress=lambda item, done, total: None))
+    def predict_plain(self, hosted: Hosted, context: LaneContext, items: list[Any]) -> bytes:
+        """One call outside of any job: the packed answer to the first item. Raises whatever the model or
+        checks raise.
+        """
+        context.begin(Scope(members=(), cancelled=set(), progress=lambda item, done, total: None))
         try:
             last: Any = None
-            answer = hosted.model.predict([item], context)
-            for outputs in _chunks(answer):
-                (last,) = outputs
+            for outputs in _chunks(hosted.model.predict(items, context)):
+                last = outputs[0] if outputs[0] is not None else last
             self.device.synchronize()
             if isinstance(last, BaseException):
                 raise last
@@ -164,7 +165,7 @@ class Runner:
             context.end()
 
     def _still_agrees(self, hosted: Hosted, context: LaneContext) -> bool:
-        answer = self.predict_one(hosted, context, hosted.smallest)
+        answer = self.predict_plain(hosted, context, [hosted.smallest])
         return hosted.reference is None or answer == hosted.reference
 
 

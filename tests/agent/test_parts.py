@@ -25,7 +25,7 @@ from gpu_agent.batching import form_batch
 from gpu_agent.cardlock import CardLock, CardTakenHere
 from gpu_agent.child.answers import Unfit, is_finite, pack_output
 from gpu_agent.child.loader import LoadFailed, find_class
-from gpu_agent.child.profile import Point, climb, envelope
+from gpu_agent.child.profile import Point, climb, envelope, prove
 from gpu_agent.clock import ServerClock
 from gpu_agent.estimate import Estimate
 from gpu_agent.ipc import Broken, Channel, pack_frame, read_frame
@@ -122,13 +122,29 @@ def test_a_linear_model_is_profiled_to_its_true_slope() -> None:
             sizes.append(units)
             return super().sample(units)
 
-    def measure(item: Any) -> int:
-        return 5 * MIB + math.ceil(3 * 1024 * float(item.mib) / 512) * 512
+    def measure(items: list[Any]) -> int:
+        return sum(5 * MIB + math.ceil(3 * 1024 * float(item.mib) / 512) * 512 for item in items)
 
     line = envelope(climb(Linear(), measure, room=200 * MIB), grows=True)
     assert 3 * 1024 <= line.c1 <= 3.6 * 1024
     assert 4 * MIB <= line.c0 <= 6 * MIB
     assert 5 * MIB + 3 * 1024 * max(sizes[:-1]) <= 200 * MIB
+
+
+def test_a_batch_that_costs_more_than_its_items_raises_the_line() -> None:
+    """A model whose batches take 10 MiB more an item than single runs is found out at load."""
+
+    def measure(items: list[Any]) -> int:
+        return (
+            sum(math.ceil(float(item.mib)) * 1024 for item in items)
+            + (len(items) > 1) * len(items) * 10 * MIB
+        )
+
+    points = climb(Echo(), measure, room=500 * MIB)
+    line = envelope(points, grows=True)
+    proven = prove(Echo(), measure, line, points, room=500 * MIB)
+    assert line.c0 < MIB and proven.c0 >= 10 * MIB and proven.c1 == line.c1
+    assert prove(Echo(), measure, line, points, room=0) == line
 
 
 def test_an_estimate_is_raised_by_what_was_seen_and_never_lowered() -> None:
