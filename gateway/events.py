@@ -172,7 +172,7 @@ class EventStream(Response):
             if not closing.done():
                 closing.set_result(None)
 
-        ticket = self._gateway.lifecycle.wait_here(send_away)
+        ticket = self._gateway.lifecycle.wait_here(send_away, is_listener=self._submit is None)
         try:
             async with self._gateway.ledger.news(self._job_id) as news:
                 await self._follow(news, gone, closing, send)

@@ -38,7 +38,9 @@ async def get_job(gateway: Gateway, request: Request) -> Response:
     view = await gateway.ledger.view(job_id, tenant=ANONYMOUS, client=client)
     if client is not None and view.state not in SETTLED:
         with gateway.ledger.expecting(job_id) as future:
-            await wait_for_outcome(future, request, timeout_s=wait_s, lifecycle=gateway.lifecycle)
+            await wait_for_outcome(
+                future, request, timeout_s=wait_s, lifecycle=gateway.lifecycle, is_listener=True
+            )
         view = await gateway.ledger.view(job_id, tenant=ANONYMOUS)
         if view.state not in SETTLED:
             await gateway.ledger.unwatch(job_id, client=client)

@@ -45,6 +45,7 @@ BEAT_S = 1.0
 MAX_SWEEPS = 64
 FAREWELL_S = 2.0
 RETRY_AFTER_S = 2
+NOT_REACHED = "the ledger in Redis has not been reached since this gateway started; it keeps trying"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +115,7 @@ class Ledger:
     @property
     def store(self) -> Store:
         if self._store is None:
-            raise StoreUnavailable(
-                "the ledger in Redis has not been reached since this gateway started; it keeps trying",
-                retry_after_s=RETRY_AFTER_S,
-            )
+            raise StoreUnavailable(NOT_REACHED, retry_after_s=RETRY_AFTER_S)
         return self._store
 
     async def _keep_beating(self) -> None:
@@ -177,6 +175,8 @@ class Ledger:
 
         Where the outcome of the call is unknown, the job is given up in the background.
         """
+        # Nothing is stored for a caller to whom nobody would bring the result.
+        self._require_reader()
         try:
             return await admission.submit(self.store, request)
         except StoreUnavailable:
@@ -248,10 +248,9 @@ class Ledger:
 
     # Results
 
-    @property
-    def _results(self) -> results.ResultReader:
+    def _require_reader(self) -> results.ResultReader:
         if self._reader is None:
-            raise StoreUnavailable(retry_after_s=RETRY_AFTER_S)
+            raise StoreUnavailable(NOT_REACHED, retry_after_s=RETRY_AFTER_S)
         return self._reader
 
     @contextlib.contextmanager
@@ -260,7 +259,7 @@ class Ledger:
 
         do not await it unshielded.
         """
-        reader = self._results
+        reader = self._require_reader()
         future = reader.expect(job_id)
         try:
             yield future
@@ -270,7 +269,7 @@ class Ledger:
     @contextlib.asynccontextmanager
     async def news(self, job_id: str) -> AsyncIterator[asyncio.Event]:
         """An event that is set whenever something happened to the job, its end included."""
-        async with self._results.news(job_id) as event:
+        async with self._require_reader().news(job_id) as event:
             yield event
 
     # The pool

@@ -16,29 +16,39 @@ class Lifecycle:
         self.is_started = False
         self.is_draining = False
         self.is_closing = False
+        self._is_refusing_listeners = False
         self._waiting: dict[int, Callable[[], None]] = {}
+        self._listening: dict[int, Callable[[], None]] = {}
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for an outcome at this moment."""
+        """How many requests wait here for an outcome that nobody else will tell them."""
         return len(self._waiting)
 
     def drain(self) -> None:
         self.is_draining = True
 
+    def send_listeners_away(self) -> None:
+        """Those who only listen go on at another gateway; the end need not wait for them."""
+        self.is_draining = self._is_refusing_listeners = True
+        for send_away in tuple(self._listening.values()):
+            send_away()
+
     def close(self) -> None:
         """Send everybody away who waits, and whoever comes to wait after this."""
-        self.is_draining = self.is_closing = True
+        self.send_listeners_away()
+        self.is_closing = True
         for send_away in tuple(self._waiting.values()):
             send_away()
 
-    def wait_here(self, send_away: Callable[[], None]) -> int:
+    def wait_here(self, send_away: Callable[[], None], *, is_listener: bool = False) -> int:
         """Enter the list of those who wait; returns the ticket to `leave` with."""
         ticket = id(send_away)
-        self._waiting[ticket] = send_away
-        if self.is_closing:
+        (self._listening if is_listener else self._waiting)[ticket] = send_away
+        if self.is_closing or (is_listener and self._is_refusing_listeners):
             send_away()
         return ticket
 
     def leave(self, ticket: int) -> None:
         self._waiting.pop(ticket, None)
+        self._listening.pop(ticket, None)

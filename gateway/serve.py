@@ -204,6 +204,7 @@ class Worker:
         self._lifecycle.drain()
         await self._pause(drain_s)
         self._server.should_exit = True
+        self._lifecycle.send_listeners_away()
         deadline = time.monotonic() + self._settings.grace_s
         while self._lifecycle.waiting and time.monotonic() < deadline and not self._hurry.is_set():
             await self._pause(0.05)

@@ -26,10 +26,16 @@ class Ended(enum.Enum):
 
 
 async def wait_for_outcome(
-    future: asyncio.Future[Outcome], request: Request, *, timeout_s: float, lifecycle: Lifecycle
+    future: asyncio.Future[Outcome],
+    request: Request,
+    *,
+    timeout_s: float,
+    lifecycle: Lifecycle,
+    is_listener: bool = False,
 ) -> Outcome | Ended:
     """The outcome, or why there is none. The shared `future` is neither cancelled nor awaited.
 
+    is_listener: the caller can ask again elsewhere, so a worker that ends does not wait for this.
     The body must have been read: what else the client may send is its disconnect.
     """
     if future.done():
@@ -51,7 +57,7 @@ async def wait_for_outcome(
     watch.add_done_callback(lambda task: None if task.cancelled() else end(Ended.LEFT))
     future.add_done_callback(settled)
     timer = loop.call_later(timeout_s, end, Ended.LATE)
-    ticket = lifecycle.wait_here(send_away)
+    ticket = lifecycle.wait_here(send_away, is_listener=is_listener)
     metrics.WAITING.inc()
     try:
         how = await ended

@@ -96,6 +96,24 @@ def test_every_code_has_its_answer() -> None:
         assert response.headers["x-job-id"] == "0" * 32
 
 
+async def test_listeners_do_not_hold_up_the_end(
+    http: httpx.AsyncClient, agent: FakeAgent, running: Running
+) -> None:
+    """A worker that stops accepting ends their streams without a last word; they resume elsewhere."""
+    accepted = await http.post(
+        "/v1/models/echo/infer", json={"inputs": {}}, headers={"Prefer": "respond-async"}
+    )
+    path = accepted.headers["location"]
+    async with http.stream("GET", f"{path}/events", headers={"Accept": "text/event-stream"}) as stream:
+        polling = asyncio.create_task(http.get(f"{path}?wait_s=60"))
+        lines = stream.aiter_lines()
+        assert await anext(lines) == "event: queued"
+        running.gateway.lifecycle.send_listeners_away()
+        rest = [line async for line in lines]
+    assert not any(line.startswith(("event: done", "event: error")) for line in rest)
+    assert (await polling).json()["state"] == "leased"
+
+
 async def test_without_a_server_requests_are_503_until_there_is_one(
     own_server: TestServer, settings: Settings
 ) -> None:
