@@ -71,12 +71,23 @@ class ChildProcess:
         self.hello: Hello | None = None
         self.poisoned: str | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._on_message: Callable[[dict[str, Any]], None] = lambda message: None
+        self._first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
     async def start(cls, setup: Setup, *, on_message: Callable[[dict[str, Any]], None]) -> ChildProcess:
-        """Spawn a child and wait for its hello. Raises ChildFailed."""
+        """Spawn a child and let it open its card. Raises ChildFailed."""
+        child = await cls.spawn(setup)
+        await child.begin(on_message)
+        return child
+
+    @classmethod
+    async def spawn(cls, setup: Setup) -> ChildProcess:
+        """A child that imports torch, and then waits for `begin`: it holds nothing of the card. Ping it
+        meanwhile.
+        """
         # The kernel's parent-death signal follows the thread that spawns, and this one lives as long as we
         # do.
         assert threading.current_thread() is threading.main_thread()
@@ -85,27 +96,24 @@ class ChildProcess:
         with theirs, their_memory:
             process = _spawn(setup, control=theirs.fileno(), memory=their_memory.fileno())
         child = cls(process, memory)
-        hello: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        await child._watch(ours)
+        return child
 
-        def receive(message: dict[str, Any]) -> None:
-            if not hello.done():
-                hello.set_result(message)
-            elif message["t"] == "poisoned":
-                child.poisoned = str(message["reason"])
-            else:
-                on_message(message)
-
-        await child._watch(ours, receive)
-        waiting: set[asyncio.Future[Any]] = {hello, child._ended}
+    async def begin(self, on_message: Callable[[dict[str, Any]], None]) -> None:
+        """Open the card and wait for the child's hello; messages go to `on_message` from then on. Raises
+        ChildFailed.
+        """
+        self._on_message = on_message
+        self.send({"t": "begin"})
+        waiting: set[asyncio.Future[Any]] = {self._first, self._ended}
         await asyncio.wait(waiting, timeout=HELLO_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-        first: dict[str, Any] = hello.result() if hello.done() else {"t": "silence"}
+        first: dict[str, Any] = self._first.result() if self._first.done() else {"t": "silence"}
         if first["t"] != "hello":
-            child.kill()
-            code = await child.ended()
+            self.kill()
+            code = await self.ended()
             reason = first.get("reason") or f"it ended with {describe_exit(code)} before it was ready"
             raise ChildFailed(f"the torch child did not start: {reason}")
-        child.hello = Hello(first["pid"], first["uuid"], first["total"], first["context"])
-        return child
+        self.hello = Hello(first["pid"], first["uuid"], first["total"], first["context"])
 
     @property
     def is_alive(self) -> bool:
@@ -132,13 +140,21 @@ class ChildProcess:
         self.kill()
         await self.ended()
 
-    async def _watch(self, control: socket.socket, receive: Callable[[dict[str, Any]], None]) -> None:
+    def _receive(self, message: dict[str, Any]) -> None:
+        if not self._first.done():
+            self._first.set_result(message)
+        elif message["t"] == "poisoned":
+            self.poisoned = str(message["reason"])
+        else:
+            self._on_message(message)
+
+    async def _watch(self, control: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         reader, self._writer = await asyncio.open_connection(sock=control)
         assert self._process.stdout is not None
         output = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), self._process.stdout)
-        messages = asyncio.create_task(_read_messages(reader, receive), name="child-messages")
+        messages = asyncio.create_task(_read_messages(reader, self._receive), name="child-messages")
         lines = asyncio.create_task(_log_lines(output, self.pid), name="child-output")
         self._tasks = [messages, lines]
         pidfd = os.pidfd_open(self.pid)

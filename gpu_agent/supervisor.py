@@ -34,6 +34,7 @@ from gpu_agent.loading import Loader
 from gpu_agent.release import Baseline, memory_back
 from gpu_agent.sampler import Sampler
 from gpu_agent.session import Session, Stopped
+from gpu_agent.spares import Spares
 from gpu_agent.voice import Voice
 from scheduler import inventory
 from scheduler.cards import WakeListener
@@ -93,6 +94,13 @@ class Supervisor:
             headroom=self._headroom,
             hangs_after_s=settings.agent.nvml_timeout_s,
         )
+        setup = Setup(
+            environment=card.child_environment(),
+            directories=place.directories,
+            watchdog_s=settings.agent.watchdog_s,
+            output_limit=settings.limits.output_bytes,
+        )
+        self._spares = Spares(setup, card=card.uuid)
         self._child: ChildProcess | None = None
         self._kill_reason: str | None = None
         self._deaths = 0
@@ -171,6 +179,9 @@ class Supervisor:
         tasks = [
             asyncio.create_task(self._guard(self._listen()), name="wake"),
             asyncio.create_task(self._guard(self._watch.run(self._settings.clocks.beat_s)), name="card"),
+            asyncio.create_task(
+                self._guard(self._spares.run(lambda: self._voice.state == "ready")), name="spare"
+            ),
         ]
         try:
             while not self._stopping.is_set():
@@ -180,6 +191,7 @@ class Supervisor:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._spares.close()
             self._voice.fall_silent()
             await heartbeat.stop()
             await self._session.leave(timeout_s=self._settings.redis.command_timeout_s * 2)
@@ -210,7 +222,7 @@ class Supervisor:
         self._voice.say("starting", "the torch child is starting")
         try:
             baseline = Baseline.of(await self._sampler.read())
-            child = await ChildProcess.start(self._setup(), on_message=self._on_message)
+            child = await self._spares.take(self._on_message)
         except (ChildFailed, CardUnreadable) as error:
             log_event(_LOG, "child_failed", logging.ERROR, card=self._card.uuid, reason=str(error))
             self._voice.say("down", str(error))
@@ -233,14 +245,6 @@ class Supervisor:
         ended.cancel()
         if not self._stopping.is_set() or not child.is_alive:
             await self._bury(child, baseline)
-
-    def _setup(self) -> Setup:
-        return Setup(
-            environment=self._card.child_environment(),
-            directories=self._place.directories,
-            watchdog_s=self._settings.agent.watchdog_s,
-            output_limit=self._settings.limits.output_bytes,
-        )
 
     def _become_ready(self) -> None:
         child = self._child

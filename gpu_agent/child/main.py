@@ -93,6 +93,8 @@ def _serve(control: Channel, memory: Channel, setup: Mapping[str, Any], watchdog
     from gpu_agent.child.runner import Runner
     from gpu_agent.device.torch_device import open_device
 
+    if not _await_begin(control, watchdog):
+        return
     directories = [Path(directory) for directory in setup["directories"]]
     try:
         device = open_device()
@@ -139,6 +141,19 @@ def _serve(control: Channel, memory: Channel, setup: Mapping[str, Any], watchdog
                 raise RuntimeError(
                     f"unknown message {other!r}: supervisor and child are of different versions"
                 )
+
+
+def _await_begin(control: Channel, watchdog: Watchdog) -> bool:
+    """Until now this process holds nothing of the card: it may be a spare, and wait for long."""
+    watchdog.arm()
+    while (message := control.receive()) is not None:
+        if message["t"] == "begin":
+            watchdog.allow(START_S)
+            return True
+        if message["t"] == "stop":
+            return False
+        watchdog.arm()
+    return False
 
 
 def _answer_for_memory(memory: Channel, device: Any) -> None:

@@ -114,7 +114,7 @@ class Agent:
 
     def check_no_orphans(self) -> None:
         """Once it has ended, and every agent that shares its log: no child may be left."""
-        for event in self.events("child_started"):
+        for event in self.events("child_started") + self.events("spare_started"):
             assert not is_running(int(event["pid"])), "an agent left its child behind"
 
     def open_card(self) -> SimulatedCard:

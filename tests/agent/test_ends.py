@@ -12,15 +12,17 @@ from tests.agent.harness import Agent, Caller, is_running, outputs, until
 
 
 async def test_a_killed_child_is_replaced_and_its_jobs_run_again(rough: Caller, rough_agent: Agent) -> None:
-    """kill -9 of the child: the running job and the ones at hand succeed in the next child, which need not
+    """kill -9 of the child: the running job and the ones at hand succeed in the spare, which need not
     measure its models again."""
     before = len(rough_agent.events("child_started"))
+    spare = (await rough.logged(rough_agent, "spare_started"))["pid"]
     ids = [await rough.submit("sleeper", "0.6") for _ in range(4)]
     await rough.in_state(ids[0], "running")
     os.kill(rough_agent.child_pid, signal.SIGKILL)
     for job in ids:
         assert outputs(await rough.outcome(job)) == {"slept": "0.6"}
     assert len(rough_agent.events("child_started")) == before + 1
+    assert rough_agent.child_pid == spare
     await rough.logged(rough_agent, "memory_back")
     loads = [(e["c0"], e["c1"]) for e in rough_agent.events("model_loaded") if e["model"] == "deaf"]
     assert len(loads) > 1 and len(set(loads)) == 1
