@@ -75,7 +75,7 @@ async def check_owners(store: Store) -> None:
         if kind not in WITHOUT_TTL and kind != "gwj" and not (kind in ("job", "pay") and rest[0] in live)
     ]
     for name, ttl_ms in zip(bounded, await _each(redis, "pttl", bounded), strict=True):
-        assert ttl_ms > 0 or ttl_ms == -2, f"{name} has neither an owner nor a TTL"
+        assert ttl_ms != -1, f"{name} has neither an owner nor a TTL"
     for name, kind, *rest in kinds:
         if kind == "gwj" and await redis.zscore(store.keys.name("sessions"), f"g:{rest[0]}") is None:
             members = {member.decode() for member in await redis.smembers(name)}

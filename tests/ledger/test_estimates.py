@@ -21,10 +21,11 @@ def test_a_lease_is_what_the_item_takes() -> None:
     assert lease_bytes(summed, 3.0, vram=1) == 18
 
 
-@given(st.floats(1e-6, 1e12), st.floats(0.85, 1.0))
+@given(st.floats(1e-6, 1e9), st.floats(0.85, 1.0))
 def test_items_of_a_bucket_fit_beside_each_other(units: float, share: float) -> None:
-    """A padded batch of any items of one bucket takes no more than the sum of their leases, and a bucket wastes
-    at most a fifth."""
+    """A padded batch of any items of one bucket takes no more than the sum of their leases, and a bucket
+    wastes at most a fifth.
+    """
     end = bucket_end(units)
     assert units <= end * (1 + 1e-9) and end <= units * 2**0.25 * (1 + 1e-9)
     other = units * share

@@ -72,8 +72,6 @@ async def test_a_waiting_job_costs_at_most_a_kilobyte(store: Store) -> None:
     spent = 0
     for each in asked:
         spent += await redis.memory_usage(store.keys.job(each.job_id))
-        payload = await redis.memory_usage(store.keys.name("pay", each.job_id))
-        spent += payload - len(each.inputs)
     for index in ("jobs", "deadlines", f"q:{asked[0].model}", f"gwj:{asked[0].worker}"):
         spent += await redis.memory_usage(store.keys.name(index), samples=0)
     assert spent / number <= 1024, f"{spent / number:.0f} bytes for a waiting job"

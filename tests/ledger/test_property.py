@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from redis.exceptions import ResponseError
+
 from scheduler import admission, cards, inventory, jobs
 from scheduler.gateways import gateway_beat
 from scheduler.models import HandedJob, OperatorState, OutcomeKind, SubmitRequest
@@ -27,7 +29,8 @@ from vramgate import errors
 
 OPERATIONS = 100_000
 BURSTS = 100
-CLIENTS_PER_GATEWAY = 6
+CLIENTS_PER_GATEWAY = 30
+AGENT_STEPS = 25
 REFUSALS = (errors.Refused, cards.SessionLost, cards.CardTaken)
 KINDS: tuple[OutcomeKind, ...] = ("ended", "give_back", "oom", "crashed", "killed")
 MODELS = ("a", "b", "c")
@@ -53,15 +56,22 @@ class Batching:
 
     async def _send(self) -> None:
         calls, self._calls = self._calls, []
-        async with self._client.pipeline(transaction=False) as pipe:
-            for command, _ in calls:
-                pipe.evalsha(*command)
-            answers = await pipe.execute(raise_on_error=False)
-        for (_, future), answer in zip(calls, answers, strict=True):
-            if isinstance(answer, Exception):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
+        pool = self._client.connection_pool
+        connection = await pool.get_connection()
+        try:
+            await connection.send_packed_command([b"".join(_packed(command) for command, _ in calls)])
+            for _, future in calls:
+                try:
+                    future.set_result(await connection.read_response())
+                except ResponseError as error:
+                    future.set_exception(error)
+        finally:
+            await pool.release(connection)
+
+
+def _packed(command: tuple[Any, ...]) -> bytes:
+    parts = [part if isinstance(part, bytes) else str(part).encode() for part in ("EVALSHA", *command)]
+    return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
 
 
 class World:
@@ -322,11 +332,11 @@ async def test_four_workers_never_over_admit(server: TestServer, pool: str) -> N
     ]
     for agent in agents:
         await agent.register()
-    each = OPERATIONS // BURSTS // (4 * CLIENTS_PER_GATEWAY + len(agents))
+    each = OPERATIONS // BURSTS // (4 * CLIENTS_PER_GATEWAY)
     bursts = 0
     while sum(world.done.values()) < OPERATIONS:
         clients = (world.client(i % 4, each) for i in range(4 * CLIENTS_PER_GATEWAY))
-        await asyncio.gather(*clients, *(world.agent(agent, each) for agent in agents))
+        await asyncio.gather(*clients, *(world.agent(agent, AGENT_STEPS) for agent in agents))
         await _check_burst(stores[0])
         bursts += 1
     await _drain(world, agents)

@@ -12,6 +12,7 @@ import pytest
 import redis
 
 from scheduler import scripts
+from scheduler.embedded import free_port
 from scheduler.settings import load_settings
 from scheduler.store import Store
 from tests.conftest import TestServer
@@ -58,7 +59,8 @@ def test_every_state_is_written_in_one_place() -> None:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[TestServer]:
     """A cluster of one node that owns every slot."""
-    server = TestServer(tmp_path, arguments=("--cluster-enabled", "yes"))
+    bus = ("--cluster-port", str(free_port()))
+    server = TestServer(tmp_path, arguments=("--cluster-enabled", "yes", *bus))
     server.start()
     client: Any = redis.Redis(port=server.port)
     client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
