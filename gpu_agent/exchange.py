@@ -153,7 +153,12 @@ class Exchange:
         result = report.result
         if result is None or len(result) <= cards.INLINE_RESULT_BYTES:
             return report
-        await self._repeat(lambda: results.put(self._store, report.lease_id, result))
+        try:
+            await results.put(self._store, report.lease_id, result)
+        except StoreUnavailable:
+            # A full server refuses this and lets finish through, which is what frees its memory: send it
+            # along.
+            return report
         return dataclasses.replace(report, result=None, is_stored=True)
 
     async def _ask(

@@ -26,7 +26,8 @@ from vramgate.errors import VramgateError
 
 _LOG = logging.getLogger(__name__)
 JITTER = 0.1
-SHORTEST_PAUSE_S = 0.02
+SHORTEST_PAUSE_S = 0.04
+"""Hints come with every grant under load; a cancel must not wait long for its beat."""
 
 
 @dataclass(frozen=True, slots=True)

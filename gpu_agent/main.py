@@ -27,6 +27,7 @@ from vramgate.errors import StoreUnavailable, VramgateError
 
 _LOG = logging.getLogger(__name__)
 EXIT_FAILED, EXIT_USAGE, EXIT_NO_CARD, EXIT_NO_LEDGER, EXIT_CARD_GONE = 1, 2, 3, 4, 69
+EXIT_INTERRUPTED = 130
 HOST_DIR = "VRAMGATE_INTERNAL_HOST_DIR"
 HOST_NAME = "VRAMGATE_INTERNAL_HOST"
 
@@ -46,6 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.all:
             return asyncio.run(run_fleet(cards, _shared_arguments(args)))
         card = _choose(cards, args.card)
+        for other in cards:
+            if other is not card:
+                other.close()
+        log_event(
+            _LOG, "agent_started", card=card.uuid, product=card.product, remark=getattr(card, "remark", None)
+        )
         place = CardPlace(
             host=_host(),
             simulated=args.simulate is not None,
@@ -56,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (VramgateError, NoNvml, ValueError) as error:
         log_event(_LOG, "agent_failed", logging.ERROR, reason=str(error))
         return _status(error)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     return 0
 
 

@@ -165,6 +165,10 @@ class Supervisor:
             failed=self._fail,
         )
         await self._session.begin(self._stopping)
+        if not self._models.all:
+            log_event(
+                _LOG, "no_models", logging.WARNING, card=self._card.uuid, remedy="name them in vramgate.toml"
+            )
         heartbeat = self._heartbeat = Heartbeat(
             self._settings,
             card=self._card.uuid,
@@ -396,7 +400,8 @@ class Supervisor:
             self._intake.give_back()
         # Work that waited for the ledger's voice may begin now.
         self._intake.dispatch()
-        if answer.has_work:
+        # An idle card asks in any case: it may take over what waits behind another's work.
+        if answer.has_work or (self._intake.is_open and self._intake.is_idle):
             self._session.hint()
 
     async def _listen(self) -> None:

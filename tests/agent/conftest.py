@@ -16,7 +16,7 @@ from tests.conftest import TestServer
 from tests.invariants import check_pool
 
 ROUGH_MODELS = ("Sleeper", "Crasher", "Deaf", "Forking", "Echo")
-SHARED_MODELS = ("Echo", "Sleeper", "Faulty", "WrongLength", "Hungry", "Streamer", "Buffered")
+SHARED_MODELS = ("Echo", "Sleeper", "Faulty", "WrongLength", "Hungry", "Streamer", "Buffered", "Laned")
 
 
 @pytest.fixture(scope="session")

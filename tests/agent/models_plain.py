@@ -152,6 +152,25 @@ class Streamer(Plain):
             yield [w[at] if at < len(w) else None for w in words]
 
 
+class Laned(Plain):
+    """Two calls at once, in two lanes; tells how many there were."""
+
+    lanes = 2
+    running = 0
+
+    def predict(self, batch: list[Text], ctx: vramgate.Context) -> Sequence[Any]:
+        type(self).running += 1
+        held = torch.ones(int(batch[0].mib * MIB) // 4, device=ctx.device)
+        deadline = time.monotonic() + (3.0 if batch[0].text == "wait" else 0.0)
+        while type(self).running < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen = type(self).running
+        if batch[0].text == "wait":
+            time.sleep(0.1)
+        type(self).running -= 1
+        return [{"seen": seen, "held": held.numel()}]
+
+
 class NoLoad(Plain):
     """Fails to load."""
 

@@ -17,7 +17,7 @@ from gpu_agent.exchange import Exchange
 from gpu_agent.held import Held
 from gpu_agent.hosting import CardModels
 from gpu_agent.intake import Intake, Surroundings
-from scheduler import admission, cards, inventory, jobs
+from scheduler import admission, cards, inventory, jobs, results
 from scheduler.fingerprint import canonical
 from scheduler.models import Beat, CardRegistration, Sample, SubmitRequest
 from scheduler.settings import Settings, load_settings
@@ -302,6 +302,48 @@ async def test_a_cancel_before_the_start_never_reaches_the_child(bench: Bench) -
     bench.done(batch)
     await bench.state(first, "succeeded")
     assert len(bench.sent) == 1
+
+
+async def test_a_recalled_job_goes_back_when_it_has_not_begun(bench: Bench) -> None:
+    """A recall takes the job that waits and leaves the one that runs."""
+    first = await bench.submit()
+    batch = await bench.batch()
+    bench.intake.on_started(int(batch["batch"]))
+    second = await bench.submit()
+
+    async def at_hand() -> bool:
+        return len(bench.held.pairs) == 2
+
+    await until("both are held", at_hand, patience_s=10)
+    bench.intake.recall([first, second])
+
+    async def handed_again() -> bool:
+        return (await jobs.view(bench.store, second)).attempt == 2
+
+    await until("the second was given back and granted anew", handed_again, patience_s=10)
+    bench.done(batch)
+    bench.done(await bench.batch(2))
+    await bench.state(second, "succeeded")
+    assert (await jobs.view(bench.store, first)).attempt == 1
+
+
+async def test_a_large_result_passes_a_full_server(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the server has no room to store a large result beside, it goes along with finish, which frees
+    memory.
+    """
+
+    async def full(*args: Any, **kwargs: Any) -> None:
+        raise StoreUnavailable("full")
+
+    monkeypatch.setattr(results, "put", full)
+    job = await bench.submit()
+    batch = await bench.batch()
+    answer = msgpack.packb("z" * 100_000)
+    message = {"batch": batch["batch"], "run_ms": 1, "peak": 0, "shared": True, "buffers": 0}
+    bench.intake.on_done(message | {"t": "done", "items": [["ok", answer, None, None]]})
+    await bench.state(job, "succeeded")
+    outcome = await jobs.outcome(bench.store, job)
+    assert outcome is not None and outcome.result == answer
 
 
 async def test_the_grace_of_a_cancel_spares_batch_mates(bench: Bench) -> None:

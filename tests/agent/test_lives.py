@@ -99,6 +99,20 @@ async def test_sigterm_drains(own_caller: Caller, start_agent: Start) -> None:
         await admission.cancel(own_caller.store, job)
 
 
+async def test_a_drain_ends_at_its_bound(own_caller: Caller, start_agent: Start) -> None:
+    """A run that outlasts drain_s is cut off and goes back without a crash count; the agent still ends
+    with 0.
+    """
+    agent = start_agent("Deaf", agent="drain_s = 0.2\n")
+    await own_caller.ready("deaf")
+    job = await own_caller.submit("deaf", "60")
+    await own_caller.in_state(job, "running")
+    assert await asyncio.to_thread(agent.stop) == 0
+    view = await jobs.view(own_caller.store, job)
+    assert (view.state, view.crashes, view.losses) == ("queued", 0, 0)
+    await admission.cancel(own_caller.store, job)
+
+
 async def test_kill_9_of_the_supervisor_takes_the_child_along(own_caller: Caller, start_agent: Start) -> None:
     """When the supervisor dies, so does its child; a second agent is refused before that, and takes the
     card after.

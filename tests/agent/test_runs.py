@@ -169,3 +169,13 @@ async def test_large_inputs_and_results_go_by_reference(caller: Caller) -> None:
     """A text of 300 KiB arrives at the model and comes back whole."""
     text = "x" * 300_000
     assert outputs(await caller.run("faulty", text)) == text
+
+
+async def test_lanes_run_at_the_same_time(caller: Caller) -> None:
+    """A model with two lanes runs two jobs at once; a peak that both had a part in is not shown as
+    either's own.
+    """
+    outcomes = await asyncio.gather(*(caller.run("laned", "wait") for _ in range(2)))
+    assert [outputs(o)["seen"] for o in outcomes] == [2, 2]
+    assert [o.peak_bytes for o in outcomes] == [0, 0]
+    assert outputs(await caller.run("laned", "alone"))["seen"] == 1
