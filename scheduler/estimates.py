@@ -25,4 +25,4 @@ def bucket_end(units: float) -> float:
     """The smallest quarter power of two that is no less than `units` (so at most 19 % above it)."""
     if units <= 0:
         return units
-    return float(2 ** (math.ceil(math.log2(units) * STEPS_PER_OCTAVE - 1e-9) / STEPS_PER_OCTAVE))
+    return max(units, float(2 ** (math.ceil(math.log2(units) * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE)))
