@@ -1,4 +1,4 @@
-"""Renders the pages of docs/ that are tables of the code: `python docs/render.py`. A test holds them equal."""
+"""Renders the pages of docs/ that are tables of the code: `python docs/render.py`; a test compares."""
 
 from __future__ import annotations
 

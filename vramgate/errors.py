@@ -7,8 +7,8 @@ VramgateError
 │   ├── one class per code in TABLE, named after the code: QueueFull, WaitTimeout, ModelError, ...
 └── Unreachable               no gateway answered within the caller's deadline
 
-TABLE is the only place that maps a code to an HTTP status and to whether a retry can help. The ledger, the OpenAPI
-document, the gateway's handlers and the client's exceptions are held equal to it by tests/face/test_errors.py.
+TABLE is the only place that maps a code to an HTTP status and to whether a retry can help. The ledger, the
+OpenAPI document, the gateway's handlers and the client's exceptions are held equal to it by tests.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ TABLE: Mapping[str, ErrorCode] = {row.code: row for row in _ROWS}
 
 
 class VramgateError(Exception):
-    """Everything that vramgate raises on purpose. `code` is stable; `detail` says what happened and what to do."""
+    """Everything that vramgate raises on purpose. `code` is stable; `detail` says what happened, what to do."""
 
     code: str = "internal"
 
@@ -92,7 +92,7 @@ class VramgateError(Exception):
 class Refused(VramgateError):
     """A request that was answered with a problem document (RFC 9457).
 
-    `retry_after_s` is the server's integer of seconds, or None. `job_id` is the job that the problem speaks of.
+    `retry_after_s` is the server's integer of seconds, or None. `job_id` is the job that it speaks of.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ def _refusal(code: str) -> type[Refused]:
 
 
 class InputError(Refused):
-    """A model's word that the caller's input is at fault; 422 `rejected_by_model`, never counted against the card.
+    """A model's word that the input is at fault; 422 `rejected_by_model`, never counted against the card.
 
     `field` names the input at fault.
     """
@@ -206,7 +206,9 @@ def by_code(code: str) -> type[Refused]:
 
 
 def from_problem(problem: Mapping[str, Any], retry_after_s: int | None = None) -> Refused:
-    """The exception for a problem document. An unknown code (a newer server) becomes `Internal` that names it."""
+    """The exception for a problem document; a code that is not in the table becomes `Internal`,
+    whose `data["code"]` names it.
+    """
     code = str(problem.get("code") or str(problem.get("type", "")).removeprefix(URN))
     known = {"type", "title", "status", "detail", "code", "instance", "retry_after_s"}
     data = {str(name): value for name, value in problem.items() if name not in known}
@@ -214,6 +216,8 @@ def from_problem(problem: Mapping[str, Any], retry_after_s: int | None = None) -
     detail = str(problem.get("detail") or problem.get("title") or f"unknown problem {code!r}")
     if retry_after_s is None and isinstance(problem.get("retry_after_s"), int):
         retry_after_s = int(problem["retry_after_s"])
+    if code not in _CLASSES:
+        data["code"] = code
     error = _CLASSES.get(code, Internal)(detail, **data)
     error.retry_after_s = retry_after_s
     error.job_id = instance.rsplit("/", 1)[-1] if "/jobs/" in instance else None

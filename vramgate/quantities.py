@@ -22,7 +22,7 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(value: int | str) -> int:
-    """Bytes of `12GiB`, `512 MiB`, `1.5gb` or a plain number of bytes. Raises ValueError that names the text."""
+    """Bytes of `12GiB`, `512 MiB`, `1.5gb` or a plain number of bytes. Raises ValueError naming the text."""
     if isinstance(value, int) and not isinstance(value, bool):
         number, factor = float(value), 1
     else:
@@ -38,7 +38,7 @@ def parse_size(value: int | str) -> int:
 
 
 def parse_duration(value: float | str) -> float:
-    """Seconds of `10m`, `1.5h`, `250ms` or a plain number of seconds. Raises ValueError that names the text."""
+    """Seconds of `10m`, `1.5h`, `250ms` or a plain number of seconds. Raises ValueError naming the text."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     match = _QUANTITY.fullmatch(str(value))
@@ -51,7 +51,7 @@ def parse_duration(value: float | str) -> float:
 
 
 def format_size(size: int) -> str:
-    """A short text for people: the largest binary unit that keeps the number at 1 or above, two decimals at most."""
+    """For people: the largest binary unit that keeps the number at 1 or above, two decimals at most."""
     sign, rest = ("-", -size) if size < 0 else ("", size)
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if rest >= factor:
