@@ -17,6 +17,7 @@ import logging
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import socket
 import time
@@ -31,6 +32,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from gateway.app import create_app
 from gateway.ledger import Ledger
 from gateway.lifecycle import Lifecycle
+from gateway.metrics import MULTIPROCESS_DIR
 from scheduler.logs import log_event
 from scheduler.settings import Settings
 from scheduler.store import BadStore, Store
@@ -269,7 +271,11 @@ class Parent:
         for descriptor in (self._alive_write, self._signal_read, self._signal_write):
             os.close(descriptor)
         random.seed()
+        parent = os.getppid()
         Worker(self._settings, self._listener, self._address, self._alive_read).run()
+        if os.getppid() != parent:
+            # Nobody else is left to remove it.
+            shutil.rmtree(os.environ[MULTIPROCESS_DIR], ignore_errors=True)
 
     def _bury(self, slot: int, worker: ForkProcess) -> None:
         worker.join()

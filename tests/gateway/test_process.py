@@ -83,6 +83,8 @@ async def test_workers_end_with_their_parent(settings: Settings, store: Store, a
     async with run_service(*options(settings, workers=2, grace="1")) as service:
         await until(lambda: answers(service), "a worker answers")
         workers = service.workers()
+        shared = _metrics_folder(workers[0])
+        assert shared.is_dir()
         await service.end(signal.SIGKILL)
 
         def is_free() -> bool:
@@ -91,6 +93,15 @@ async def test_workers_end_with_their_parent(settings: Settings, store: Store, a
 
         await until(is_free, "the port is free")
         await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "the workers are gone")
+        assert not shared.exists()
+
+
+def _metrics_folder(pid: int) -> Path:
+    """The folder that the worker counts in: one of the files that it has mapped lies there."""
+    mapped = Path(f"/proc/{pid}/maps").read_text()
+    found = re.search(r"(/\S*vramgate-metrics-\w+)/", mapped)
+    assert found is not None
+    return Path(found[1])
 
 
 async def test_a_clean_end_says_so_first_and_finishes_what_waits(
