@@ -1,7 +1,7 @@
 """One card's supervisor: the order in which everything starts, goes on after a failure, and ends.
 
-Owns: the life of the child, and what is done when something ends. Does not own: jobs (`intake`), calls
-(`exchange`), sessions (`session`), beats (`heartbeat`), readings (`sampler`, `cardwatch`).
+Owns: how the parts are put together, and who hears what. Does not own: the child's life (`life`), jobs
+(`intake`), calls (`exchange`), sessions (`session`), beats (`heartbeat`), readings (`sampler`, `cardwatch`).
 
     lock the card -> take the session -> [ child -> models -> ready -> ... -> its end -> memory back ] ->
     leave
@@ -23,15 +23,15 @@ from typing import Any
 from gpu_agent import budget
 from gpu_agent.cardlock import CardLock
 from gpu_agent.cardwatch import CardWatch, Consequences
-from gpu_agent.child_process import ChildFailed, ChildProcess, Setup, describe_exit
+from gpu_agent.child_process import Setup
 from gpu_agent.clock import ServerClock
-from gpu_agent.device.reading import CardUnreadable, DriverCard
+from gpu_agent.device.reading import DriverCard
 from gpu_agent.heartbeat import Heartbeat, Word
 from gpu_agent.held import Held
 from gpu_agent.hosting import CardModels
 from gpu_agent.intake import Intake, Surroundings
+from gpu_agent.life import Around, ChildLife, Parts
 from gpu_agent.loading import Loader
-from gpu_agent.release import Baseline, memory_back
 from gpu_agent.sampler import Sampler
 from gpu_agent.session import Session, Stopped
 from gpu_agent.spares import Spares
@@ -46,8 +46,6 @@ from vramgate.errors import StoreUnavailable, VramgateError
 
 _LOG = logging.getLogger(__name__)
 CONNECT_PATIENCE_S = 15.0
-CRASH_BACKOFF_S = (0.0, 0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-SWIFT_S = 1.0
 
 
 class CardGone(VramgateError):
@@ -101,11 +99,7 @@ class Supervisor:
             output_limit=settings.limits.output_bytes,
         )
         self._spares = Spares(setup, card=card.uuid)
-        self._child: ChildProcess | None = None
-        self._kill_reason: str | None = None
-        self._deaths = 0
-        self._succeeded_before = 0
-        self._wake_up = asyncio.Event()
+        self._life: ChildLife | None = None
         self._stopping = asyncio.Event()
         self._fatal: BaseException | None = None
 
@@ -128,9 +122,8 @@ class Supervisor:
         except Stopped:
             log_event(_LOG, "agent_stopped_early", card=self._card.uuid)
         finally:
-            if self._child is not None:
-                self._child.kill()
-                await self._child.ended()
+            if self._life is not None:
+                await self._life.end(gently=False)
             lock.release()
         if self._fatal is not None:
             raise self._fatal
@@ -148,7 +141,8 @@ class Supervisor:
                 if not is_told:
                     log_event(_LOG, "ledger_awaited", logging.WARNING, reason=error.detail)
                 is_told = True
-            await self._pause(0.5)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), 0.5)
         raise Stopped
 
     async def _serve(self) -> None:
@@ -161,7 +155,7 @@ class Supervisor:
             sampler=self._sampler,
             clock=self._clock,
             voice=self._voice,
-            lost=self._wake_up.set,
+            lost=self._wake_up,
             failed=self._fail,
         )
         await self._session.begin(self._stopping)
@@ -180,6 +174,7 @@ class Supervisor:
         )
         self._voice.nudge = heartbeat.nudge
         heartbeat.start()
+        life = self._life = self._new_life()
         tasks = [
             asyncio.create_task(self._guard(self._listen()), name="wake"),
             asyncio.create_task(self._guard(self._watch.run(self._settings.clocks.beat_s)), name="card"),
@@ -189,8 +184,8 @@ class Supervisor:
         ]
         try:
             while not self._stopping.is_set():
-                await self._one_child()
-            await self._drain()
+                await life.run_child()
+            await life.drain()
         finally:
             for task in tasks:
                 task.cancel()
@@ -199,9 +194,27 @@ class Supervisor:
             self._voice.fall_silent()
             await heartbeat.stop()
             await self._session.leave(timeout_s=self._settings.redis.command_timeout_s * 2)
-            if self._child is not None:
-                await self._child.stop()
-                self._child = None
+            await life.end(gently=True)
+
+    def _new_life(self) -> ChildLife:
+        parts = Parts(
+            settings=self._settings,
+            card=self._card.uuid,
+            headroom=self._headroom,
+            sampler=self._sampler,
+            models=self._models,
+            intake=self._intake,
+            loader=self._loader,
+            watch=self._watch,
+            voice=self._voice,
+            spares=self._spares,
+        )
+        around = Around(
+            on_message=self._on_message,
+            cordon=self._cordon,
+            hush=lambda seconds: self._heartbeat.pause(timeout_s=seconds),
+        )
+        return ChildLife(parts, self._session, around, stopping=self._stopping)
 
     def _registration(self, session: str) -> CardRegistration:
         return CardRegistration(
@@ -218,152 +231,6 @@ class Supervisor:
             sample=self._sampler.last,
             simulated=self._place.simulated,
         )
-
-    # -- the child's life
-
-    async def _one_child(self) -> None:
-        """From a clean card through one child to a clean card."""
-        self._voice.say("starting", "the torch child is starting")
-        try:
-            baseline = Baseline.of(await self._sampler.read())
-            child = await self._spares.take(self._on_message)
-        except (ChildFailed, CardUnreadable) as error:
-            log_event(_LOG, "child_failed", logging.ERROR, card=self._card.uuid, reason=str(error))
-            self._voice.say("down", str(error))
-            await self._back_off()
-            return
-        assert child.hello is not None
-        self._child, self._kill_reason = child, None
-        context = child.hello.context or self._settings.agent.context
-        log_event(_LOG, "child_started", card=self._card.uuid, pid=child.pid, context_bytes=context)
-        self._sampler.attach(child.memory, context=context)
-        await self._watch.follow(child)
-        ended = asyncio.create_task(child.ended(), name="child-ended")
-        await self._loader.load_all(child, room=self._room, stopping=self._stopping)
-        self._become_ready()
-        while child.is_alive and self._kill_reason is None and not self._stopping.is_set():
-            if self._session.is_lost:
-                await self._live_on(child)
-            else:
-                await self._until_something(child, ended)
-        ended.cancel()
-        if not self._stopping.is_set() or not child.is_alive:
-            await self._bury(child, baseline)
-
-    def _become_ready(self) -> None:
-        child = self._child
-        if child is None or not child.is_alive or self._kill_reason is not None or self._stopping.is_set():
-            return
-        self._intake.open(child.send)
-        self._voice.say("ready", None)
-        self._session.hint()
-        ready = ",".join(model.name for model in self._models.ready)
-        log_event(_LOG, "card_ready", card=self._card.uuid, models=ready)
-
-    async def _until_something(self, child: ChildProcess, ended: asyncio.Task[int]) -> None:
-        """Until the child ends, or something happens that this loop has to deal with, or a load is due
-        again.
-        """
-        woken = asyncio.create_task(self._wake_up.wait())
-        await asyncio.wait(
-            {ended, woken}, timeout=self._loader.next_retry_s(), return_when=asyncio.FIRST_COMPLETED
-        )
-        woken.cancel()
-        self._wake_up.clear()
-        if self._loader.next_retry_s() == 0 and child.is_alive and not self._session.is_lost:
-            await self._loader.load_due(child, room=self._room, stopping=self._stopping)
-            self._become_ready()
-
-    async def _live_on(self, child: ChildProcess) -> None:
-        """The ledger gave us up. That is no crash: end the work, keep the models, and register anew."""
-        deadline = time.monotonic() + self._settings.agent.cancel_grace_s
-        while not self._intake.is_idle and child.is_alive and self._kill_reason is None:
-            if time.monotonic() > deadline:
-                self._want_kill("the session was lost and the work did not stop")
-                return
-            await asyncio.sleep(0.01)
-        if child.is_alive and self._kill_reason is None:
-            await self._session.renew(self._stopping)
-            self._become_ready()
-
-    async def _bury(self, child: ChildProcess, baseline: Baseline) -> None:
-        """A child that died, or has to: not ready first, then the kill, ready again when its memory is
-        back.
-        """
-        began = time.monotonic()
-        crashed = self._kill_reason is None
-        reason = self._kill_reason or await self._cause_of_death(child)
-        name = "child_lost" if crashed else "child_killed"
-        log_event(_LOG, name, logging.WARNING, card=self._card.uuid, reason=reason)
-        baseline = baseline.with_foreign(self._sampler.last)
-        self._intake.child_ended("crashed" if crashed else "killed", detail=reason)
-        self._voice.say("down", reason)
-        # A beat on its way may still say "ready" with a sample from before.
-        swift_s = min(SWIFT_S, self._settings.redis.command_timeout_s)
-        await self._heartbeat.pause(timeout_s=swift_s)
-        down = asyncio.create_task(self._session.card_down(reason, self._stopping), name="card-down")
-        # Redis silent: the memory must come back all the same. By the time it hears of it the sample is
-        # stale.
-        await asyncio.wait({down}, timeout=swift_s)
-        child.kill()
-        await child.ended()
-        self._child = None
-        self._sampler.detach()
-        await self._watch.follow(None)
-        self._models.child_gone()
-        await self._wait_for_memory(baseline, pid=child.pid)
-        await down
-        log_event(_LOG, "memory_back", card=self._card.uuid, ms=round((time.monotonic() - began) * 1000))
-        if crashed:
-            await self._back_off()
-
-    async def _cause_of_death(self, child: ChildProcess) -> str:
-        code = await child.ended()
-        if child.poisoned is not None:
-            return f"the child's context was broken: {child.poisoned}"
-        self._loader.blame_load(describe_exit(code))
-        return f"the child died of {describe_exit(code)}"
-
-    async def _wait_for_memory(self, baseline: Baseline, *, pid: int) -> None:
-        bound_s = self._settings.agent.release_timeout_s
-        is_cordoned = False
-        while not await memory_back(
-            self._sampler, baseline, pid=pid, timeout_s=bound_s, stopping=self._stopping
-        ):
-            if self._stopping.is_set():
-                return
-            if not is_cordoned:
-                reason = f"the memory of a killed child (process {pid}) was not back within {bound_s:g} s"
-                self._voice.say("down", reason)
-                await self._cordon(reason)
-            is_cordoned = True
-
-    async def _back_off(self) -> None:
-        """Deaths in a row, with no success between them, come slower and slower."""
-        if self._intake.succeeded > self._succeeded_before:
-            self._deaths, self._succeeded_before = 0, self._intake.succeeded
-        delay = CRASH_BACKOFF_S[min(self._deaths, len(CRASH_BACKOFF_S) - 1)]
-        self._deaths += 1
-        if delay:
-            log_event(_LOG, "child_backoff", card=self._card.uuid, seconds=delay, deaths=self._deaths)
-        await self._pause(delay)
-
-    async def _drain(self) -> None:
-        """Stop taking work, give back what has not begun, finish what has."""
-        self._voice.say("draining", "the agent is shutting down")
-        log_event(_LOG, "agent_draining", card=self._card.uuid)
-        self._intake.close()
-        self._intake.give_back()
-        deadline = time.monotonic() + self._settings.agent.drain_s
-        child = self._child
-        while child is not None and child.is_alive and not self._intake.is_idle:
-            if time.monotonic() > deadline or self._kill_reason is not None:
-                child.kill()
-                break
-            await asyncio.sleep(0.02)
-        # What still ran goes elsewhere, without a crash count.
-        self._intake.child_ended("killed", detail="the agent is shutting down")
-        await self._session.settle(timeout_s=self._settings.redis.command_timeout_s * 2)
 
     # -- what is heard
 
@@ -435,7 +302,8 @@ class Supervisor:
         self._voice.say("down", reason)
 
     def _card_found(self) -> None:
-        self._become_ready()
+        if self._life is not None:
+            self._life.become_ready()
 
     def _give_up(self, reason: str) -> None:
         self._fail(CardGone(reason))
@@ -446,21 +314,17 @@ class Supervisor:
         self._voice.refresh()
         self._session.kick()
 
-    async def _room(self) -> int:
-        """Bytes for one more model, beside those that are loaded."""
-        sample = await self._sampler.take()
-        if sample is None:
-            return 0
-        return budget.allocator_cap(sample, headroom=self._headroom) - self._models.resident
-
     def _want_kill(self, reason: str) -> None:
-        if self._kill_reason is None:
-            self._kill_reason = reason
-            self._wake_up.set()
+        if self._life is not None:
+            self._life.want_kill(reason)
+
+    def _wake_up(self) -> None:
+        if self._life is not None:
+            self._life.wake_up.set()
 
     def _stop(self) -> None:
         self._stopping.set()
-        self._wake_up.set()
+        self._wake_up()
 
     def _fail(self, error: BaseException) -> None:
         """Something that must run has ended: better no agent than half of one. Whoever watches us starts
@@ -482,9 +346,3 @@ class Supervisor:
         """From the heartbeat's thread into ours."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
-
-    async def _pause(self, seconds: float) -> None:
-        """Sleep, but not longer than until the stop."""
-        if seconds > 0:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), seconds)
