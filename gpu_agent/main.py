@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import platform
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ from pathlib import Path
 from gpu_agent.device.listing import list_cards
 from gpu_agent.device.reading import DriverCard, NoNvml
 from gpu_agent.fleet import run_fleet, tie_to_parent
-from gpu_agent.ours import shadowed
 from gpu_agent.supervisor import CardGone, CardPlace, Supervisor
 from scheduler.logs import log_event, setup_logging
 from scheduler.settings import ConfigError, Settings, load_settings
@@ -38,8 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     setup_logging(as_json=args.log == "json")
     try:
-        if (problem := shadowed()) is not None:
-            raise ConfigError(problem)
         settings = load_settings(args.config, redis_url=args.redis, pool=args.pool)
         tie_to_parent()
         host_dir = _host_dir(settings, args.simulate)
@@ -149,7 +145,3 @@ def _status(error: Exception) -> int:
     if isinstance(error, CardGone):
         return EXIT_CARD_GONE
     return EXIT_FAILED
-
-
-if __name__ == "__main__":
-    sys.exit(main())

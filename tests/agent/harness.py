@@ -70,7 +70,18 @@ class Agent:
         sections = "".join(f"[models.{name}]\n{body}\n" for name, body in models.items())
         (folder / "vramgate.toml").write_text(f"[clocks]\n{CLOCKS}[agent]\n{agent}{sections}")
         self.log = folder / "agent.log"
-        command = [sys.executable, "-m", "gpu_agent", "--simulate", simulate, "--log", "json", "--pool", pool]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "gpu_agent",
+            "--simulate",
+            simulate,
+            "--log",
+            "json",
+            "--pool",
+            pool,
+        ]
         command += ["--config", str(folder / "vramgate.toml"), "--redis", redis_url, *arguments]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(

@@ -171,6 +171,9 @@ async def test_silence_of_redis_kills_no_child_and_loses_no_result(
         await until("the job settles", settled)
         assert outputs(await caller.outcome(job)) == {"slept": "1.0"}
         assert len(agent.events("child_started")) == 1
+        # A stop does not wait for a server that is gone.
+        own_server.kill()
+        assert await asyncio.to_thread(agent.stop) == 0
     finally:
         await store.close()
         agent.close()
@@ -252,3 +255,17 @@ def test_what_cannot_start_says_so_in_one_line(
     )
     assert run.returncode == status, run.stderr
     assert run.stderr.count("\n") == 1 and word in run.stderr
+
+
+def test_a_folder_that_shadows_our_packages_is_named(tmp_path: Path) -> None:
+    """Started from a folder with its own scheduler.py, the agent says in one line what shadows it."""
+    (tmp_path / "scheduler.py").write_text("WHOSE = 'user'\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "gpu_agent", "--simulate", "1x512MiB"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert run.returncode == 2 and run.stderr.count("\n") == 1
+    assert str(tmp_path / "scheduler.py") in run.stderr
