@@ -67,6 +67,7 @@ class Loader:
             log_event(
                 _LOG,
                 "model_loaded",
+                logging.INFO if message["note"] is None else logging.WARNING,
                 model=model.name,
                 version=message["descriptor"]["version"],
                 resident_bytes=known.resident,

@@ -39,7 +39,7 @@ class Scope:
     resources: ExitStack = field(default_factory=ExitStack)
 
 
-def _nobody(item: int | None, done: float, total: float) -> None:
+def nobody(item: int | None, done: float, total: float) -> None:
     """Progress while loading and profiling has no caller."""
 
 
@@ -96,7 +96,7 @@ class LaneContext:
         self._torch_device = device
         self._mode = mode
         self._log = logging.getLogger(f"vramgate.models.{model}")
-        self._scope = Scope(members=(), cancelled=set(), progress=_nobody)
+        self._scope = Scope(members=(), cancelled=set(), progress=nobody)
         self._told_at = 0.0
         self.buffers = Buffers(device.device)
 
@@ -122,7 +122,7 @@ class LaneContext:
     def end(self) -> None:
         self._scope.resources.close()
         self.buffers.rest()
-        self._scope = Scope(members=(), cancelled=set(), progress=_nobody)
+        self._scope = Scope(members=(), cancelled=set(), progress=nobody)
 
     def progress(self, done: float, total: float, item: int | None = None) -> None:
         now = time.monotonic()

@@ -18,7 +18,7 @@ import msgpack
 import torch
 
 from gpu_agent.child.answers import Unfit, pack_output
-from gpu_agent.child.context import LaneContext, Scope
+from gpu_agent.child.context import LaneContext, Scope, nobody
 from gpu_agent.child.loader import describe
 from gpu_agent.device.torch_device import TorchDevice
 from gpu_agent.device.verdict import Verdict, classify
@@ -152,7 +152,7 @@ class Runner:
         """One call outside of any job: the packed answer to the first item. Raises whatever the model or
         checks raise.
         """
-        context.begin(Scope(members=(), cancelled=set(), progress=lambda item, done, total: None))
+        context.begin(Scope(members=range(len(items)), cancelled=set(), progress=nobody))
         try:
             last: Any = None
             for outputs in _chunks(hosted.model.predict(items, context)):

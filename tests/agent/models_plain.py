@@ -41,6 +41,9 @@ class Echo(Plain):
 
     def predict(self, batch: list[Text], ctx: vramgate.Context) -> Sequence[Any]:
         held = [torch.ones(int(item.mib * MIB) // 4, device=ctx.device) for item in batch]
+        for i in range(len(batch)):
+            if not ctx.cancelled(i):
+                ctx.progress(1, 1, i)
         return [
             {"text": item.text, "sum": float(t.sum()), "batch": len(batch)}
             for item, t in zip(batch, held, strict=True)

@@ -18,6 +18,15 @@ async def test_a_job_runs_and_its_bytes_are_measured(caller: Caller) -> None:
     assert (await caller.card()).ledger.jobs == 0
 
 
+async def test_every_model_is_measured_at_load(caller: Caller, shared_agent: Agent) -> None:
+    """Samples run in the same surroundings as jobs do: no model's profile fails, and Echo's slope is its
+    true one.
+    """
+    assert [event["note"] for event in shared_agent.events("model_loaded") if "note" in event] == []
+    hosted = await caller.hosted("echo")
+    assert 2**20 <= hosted.c1 <= 1.1 * 2**20
+
+
 async def test_waiting_jobs_are_batched_up_to_max_batch(caller: Caller) -> None:
     """Forty jobs at once all succeed, and some of them ran four together, never more."""
     ids = await asyncio.gather(*(caller.submit("echo", str(i)) for i in range(40)))
