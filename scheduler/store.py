@@ -35,6 +35,7 @@ from redis.exceptions import (
 from scheduler import scripts
 from scheduler.keys import Keys
 from scheduler.logs import log_event
+from scheduler.pipelining import ScriptLine
 from scheduler.settings import Settings
 from vramgate import errors
 
@@ -116,6 +117,7 @@ class Store:
         self.redis = self._client(
             max_connections or settings.redis.max_connections, timeout_s=settings.redis.command_timeout_s
         )
+        self._scripts = ScriptLine(self.redis)
         self._script_settings = _script_settings(settings)
         self._run_id: str | None = None
         self._recovering = asyncio.Lock()
@@ -308,7 +310,7 @@ class Store:
         for _ in range(FLUSHES):
             loads = self._loads
             try:
-                raw = await self.redis.evalsha(script.sha, len(all_keys), *argv)
+                raw = await self._scripts.evalsha(script.sha, len(all_keys), argv)
                 break
             except NoScriptError:
                 await self._reload_scripts(loads)
@@ -317,5 +319,6 @@ class Store:
         return Reply(raw[0].decode(), unpack(raw[1]), tuple(raw[2:]))
 
     async def close(self) -> None:
+        await self._scripts.close()
         await self.redis.aclose()
         await self.redis.connection_pool.disconnect()
