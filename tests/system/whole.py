@@ -14,7 +14,7 @@ from tests.system.caller import Caller, until
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a card's memory holds while nothing runs: tensors, and all that is used but the allocator's cache."""
+    """What a card's memory holds while nothing runs: tensors, and all use but the allocator's cache."""
 
     allocated: int
     used: int
