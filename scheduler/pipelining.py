@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import redis.asyncio as aioredis
+from redis.exceptions import ConnectionError
 
 MOST_TOGETHER = 64
 MOST_FLIGHTS = 2
@@ -38,11 +39,14 @@ class ScriptLine:
         self._client = client
         self._waiting: deque[_Call] = deque()
         self._flights: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     async def evalsha(self, sha: str, keys: int, arguments: Sequence[Argument]) -> Any:
         """The script's reply. Raises what redis-py raises, for this call or for its whole connection."""
         if sum(map(len, arguments)) > LARGE_BYTES:
             return await self._client.evalsha(sha, keys, *arguments)
+        if self._is_closed:
+            raise _closed()
         call = _Call(sha, keys, arguments, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         self._depart()
@@ -68,15 +72,15 @@ class ScriptLine:
                 for call in calls:
                     pipe.evalsha(call.sha, call.keys, *call.arguments)
                 replies = await pipe.execute(raise_on_error=False)
-        except BaseException as error:
-            for call in calls:
-                _fail(call, error)
-            if not isinstance(error, Exception):
-                raise
+        except asyncio.CancelledError:
+            _fail(calls, _closed())
+            raise
+        except Exception as error:
+            _fail(calls, error)
             return
         for call, reply in zip(calls, replies, strict=True):
             if isinstance(reply, Exception):
-                _fail(call, reply)
+                _fail([call], reply)
             elif not call.answer.done():
                 call.answer.set_result(reply)
 
@@ -84,18 +88,21 @@ class ScriptLine:
         return [self._waiting.popleft() for _ in range(min(MOST_TOGETHER, len(self._waiting)))]
 
     async def close(self) -> None:
-        """Fail what waits; end what flies."""
-        for flight in list(self._flights):
+        """End what flies; whoever waits is told that the connection is gone."""
+        self._is_closed = True
+        flights = list(self._flights)
+        for flight in flights:
             flight.cancel()
-        await asyncio.gather(*self._flights, return_exceptions=True)
-        while self._waiting:
-            self._waiting.popleft().answer.cancel()
+        await asyncio.gather(*flights, return_exceptions=True)
+        _fail(self._waiting, _closed())
+        self._waiting.clear()
 
 
-def _fail(call: _Call, error: BaseException) -> None:
-    if call.answer.done():
-        return
-    if isinstance(error, Exception):
-        call.answer.set_exception(error)
-    else:
-        call.answer.cancel()
+def _closed() -> ConnectionError:
+    return ConnectionError("this process closes its connections")
+
+
+def _fail(calls: Iterable[_Call], error: Exception) -> None:
+    for call in calls:
+        if not call.answer.done():
+            call.answer.set_exception(error)
