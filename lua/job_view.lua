@@ -3,7 +3,7 @@
 -- Fence: the tenant (empty: operator). KEYS: meta, job:<id>
 -- ARGV: arguments {id, tenant, watcher, worker, events, unwatch}, settings. Returns: ok {job, position, why, eta_ms, outcome?} + result | unknown
 -- Cost: one record, the cards of its class.
--- include: base transitions rate lease job settle place view
+-- include: base transitions rate lease job settle view
 local j = job.load(A.id)
 if not j or (A.tenant and j.t ~= A.tenant) then return reply('unknown') end
 if A.unwatch then

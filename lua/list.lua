@@ -3,7 +3,7 @@
 -- Fence: none (the tenant filters).
 -- KEYS: meta, jobs. ARGV: arguments {after_ms, after_id, limit, state, model, tenant}, settings. Returns: ok {jobs, next_ms, next_id}
 -- Cost: at most 512 records looked at per call; a filter that finds little answers with a short page and a cursor.
--- include: base transitions rate lease job settle place view
+-- include: base transitions rate lease job settle view
 local LOOK = 512
 local start = 0
 if A.after_id then

@@ -169,6 +169,10 @@ function lease.audit(id)
     drift = drift + 1
     redis.call('HDEL', key('card', id), 'xl')
   end
+  if k.hj ~= '' and redis.call('HGET', key('job', k.hj), 'rv') ~= id then
+    drift = drift + 1
+    lease.clear_head(k)
+  end
   redis.call('HSET', key('card', id), 'jb', int(bytes), 'nj', int(jobs))
   for name, number in pairs(by_model) do redis.call('HSET', key('card', id), 'n:' .. name, int(number)) end
   if drift ~= 0 then count('drift', drift) end

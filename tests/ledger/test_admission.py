@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -208,3 +209,23 @@ async def test_pages_are_newest_first_and_complete(store: Store) -> None:
         assert page.data and all(getattr(view, name) == value for view in page.data)
     with pytest.raises(errors.InvalidInput):
         await jobs.list_jobs(store, cursor="nonsense")
+
+
+async def test_an_audit_mends_what_it_finds(store: Store) -> None:
+    """Sums, an exclusive mark without its lease and a reservation without its job are found once, and
+    mended.
+    """
+    agent = FakeAgent(store)
+    await agent.register()
+    await admission.submit(store, request())
+    honest = await inventory.card(store, agent.card)
+    wrong = {"jb": 5, "nj": 3, "n:echo": 7, "xl": "0" * 32, "hj": "1" * 32, "hb": 9}
+    redis: Any = store.redis
+    await redis.hset(store.keys.card(agent.card), mapping=wrong)
+    drift = await inventory.audit(store)
+    assert drift[agent.card] == (GIB - 5) + (3 - 1) + (7 - 1) + 1 + 1
+    assert await inventory.audit(store) == {agent.card: 0}
+    mended = await inventory.card(store, agent.card)
+    assert (mended.ledger, mended.jobs, mended.head) == (honest.ledger, honest.jobs, None)
+    assert (await inventory.totals(store))["drift"] == drift[agent.card]
+    await store.redis.hdel(store.keys.name("stats"), "drift")

@@ -1,7 +1,6 @@
 """Four gateway workers and six agents do random things at once; the ledger's sums hold after every burst.
 
-The seed is printed and can be given as VRAMGATE_TEST_SEED. Calls that are ready at the same time leave in
-one write, as field note 12 advises, so that 100,000 operations take seconds and not minutes.
+The seed is printed and can be given as VRAMGATE_TEST_SEED.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from redis.exceptions import ResponseError
 
 from scheduler import admission, cards, inventory, jobs
 from scheduler.gateways import gateway_beat
@@ -35,44 +33,6 @@ AGENT_STEPS = 25
 REFUSALS = (errors.Refused, cards.SessionLost, cards.CardTaken)
 KINDS: tuple[OutcomeKind, ...] = ("ended", "give_back", "oom", "crashed", "killed")
 MODELS = ("a", "b", "c")
-
-
-class Batching:
-    """Stands before a client: EVALSHA calls of one turn of the event loop go out in one pipeline."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-        self._calls: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    async def evalsha(self, *command: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        if not self._calls:
-            loop.call_soon(lambda: asyncio.ensure_future(self._send()))
-        future: asyncio.Future[Any] = loop.create_future()
-        self._calls.append((command, future))
-        return await future
-
-    async def _send(self) -> None:
-        calls, self._calls = self._calls, []
-        pool = self._client.connection_pool
-        connection = await pool.get_connection()
-        try:
-            await connection.send_packed_command([b"".join(_packed(command) for command, _ in calls)])
-            for _, future in calls:
-                try:
-                    future.set_result(await connection.read_response())
-                except ResponseError as error:
-                    future.set_exception(error)
-        finally:
-            await pool.release(connection)
-
-
-def _packed(command: tuple[Any, ...]) -> bytes:
-    parts = [part if isinstance(part, bytes) else str(part).encode() for part in ("EVALSHA", *command)]
-    return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
 
 
 class World:
@@ -319,8 +279,6 @@ async def test_four_workers_never_over_admit(server: TestServer, pool: str) -> N
         retention={"result_ttl_s": 2, "delivered_ttl_s": 1, "tombstone_ttl_s": 1},
     )
     stores = [await Store.connect(settings) for _ in range(4)]
-    for store in stores:
-        store.redis = Batching(store.redis)  # type: ignore[assignment]
     world = World(stores, random.Random(seed))
     agents = [
         FakeAgent(
@@ -351,5 +309,4 @@ async def test_four_workers_never_over_admit(server: TestServer, pool: str) -> N
     assert bursts >= 50
     assert min(settled.values()) > 100, "every way of ending was seen"
     for store in stores:
-        store.redis = store.redis._client  # type: ignore[attr-defined]
         await store.close()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from scheduler import admission, inventory, jobs
+from scheduler import admission, inventory, jobs, scripts
 from scheduler.gateways import gateway_beat
+from scheduler.models import SubmitRequest
 from scheduler.store import Reply, Store, pack
 from tests.ledger.conftest import Tuned
 from tests.ledger.fake_agent import GIB, MIB, FakeAgent, hosted, ok, request
@@ -40,22 +43,22 @@ async def test_jobs_of_one_millisecond_start_in_the_order_of_their_arrival(store
     assert await _order(agent) == [each.job_id for each in asked]
 
 
-async def _pipelined(store: Store, asked: list[Any]) -> None:
-    """The commands of `submit`, sent in one write."""
+async def _pipelined(store: Store, asked: list[SubmitRequest]) -> None:
+    """The calls of `submit`, sent in one write on one connection."""
     commands: list[tuple[Any, ...]] = []
 
-    class Recorder:
-        async def evalsha(self, *command: Any) -> list[Any]:
-            commands.append(command)
-            fields = {"job": "", "how": "stored", "state": "", "position": 0, "card": "", "now": 0}
-            return [b"ok", pack(fields)]
+    async def record(name: str, args: Mapping[str, Any], keys: Any, blobs: Any) -> Reply:
+        given = pack({field: value for field, value in args.items() if value is not None})
+        argv = (given, store._script_settings, secrets.token_hex(256), *blobs)
+        commands.append((scripts.load(name).sha, 1 + len(keys), store.keys.meta, *keys, *argv))
+        return Reply("ok", {"job": "", "how": "stored", "state": "", "position": 0, "card": ""}, ())
 
-    real, store.redis = store.redis, Recorder()  # type: ignore[assignment]
+    real, store._call = store._call, record  # type: ignore[method-assign]
     try:
         for each in asked:
             await admission.submit(store, each)
     finally:
-        store.redis = real
+        store._call = real  # type: ignore[method-assign]
     async with store.redis.pipeline(transaction=False) as pipe:
         for command in commands:
             pipe.evalsha(*command)
