@@ -20,7 +20,7 @@ import torch
 from gpu_agent.child.context import LaneContext
 from gpu_agent.child.lanes import Lane, Lanes
 from gpu_agent.child.loader import LoadFailed, describe, find_class, publish
-from gpu_agent.child.profile import Line, Measure, climb, envelope, prove
+from gpu_agent.child.profile import Line, Measure, Point, climb, envelope, prove
 from gpu_agent.child.runner import Hosted, Order, Runner
 from gpu_agent.device.torch_device import TorchDevice
 from gpu_agent.device.verdict import Verdict, classify
@@ -102,9 +102,11 @@ class Hosting:
         try:
             answer = self._loaded(message, lane)
         except LoadFailed as failed:
+            answer = {"t": "load_failed", "model": name, "reason": failed.reason, "final": failed.is_final}
+        if answer["t"] == "load_failed":
+            # Only after the except block: its traceback holds the frame that holds the model.
             gc.collect()
             self._device.empty_cache()
-            answer = {"t": "load_failed", "model": name, "reason": failed.reason, "final": failed.is_final}
         self._runner.send(answer)
 
     def _loaded(self, message: Mapping[str, Any], lane: Lane) -> dict[str, Any]:
@@ -135,9 +137,12 @@ class Hosting:
             raise failure or LoadFailed(f"{name}: no instance", is_final=True)
         weights = max(0, self._device.allocated() - before)
         line, note = self._measure(hosted, room=room - weights, known=message.get("known"), lane=lane.number)
-        resident = weights + hosted.buffer_bytes
-        # Measuring has filled the cache with blocks that no one may need again.
+        # Measuring has filled the cache with blocks that no one may need again; and what the model keeps
+        # since its first run (state, compiled graphs) is as much its own as its weights.
+        gc.collect()
         self._device.empty_cache()
+        weights = max(weights, self._device.allocated() - before - hosted.buffer_bytes)
+        resident = weights + hosted.buffer_bytes
         if line.at(1.0) + resident > room:
             raise _does_not_fit(name, line.at(1.0) + resident, room, "takes, with its smallest input,")
         self._hosted[name] = hosted
@@ -174,23 +179,30 @@ class Hosting:
             return max(0, peak - before)
 
         refused = self._device.ooms()
+        points: list[Point] = []
         try:
             with self._device.tracking(lane=lane), torch.no_grad():
                 if known is not None:
                     self._warm_up(model, measure)
                     return Line(int(known[0]), float(known[1]), float(known[2])), None
-                points = climb(model, measure, room=room)
-                line = envelope(points, grows=bool(compile_units(model.units).fields))
+                climb(model, measure, points, room=room)
+                line = self._line(model, points)
                 return prove(model, measure, line, points, room=room), None
         except BaseException as error:
             is_oom = classify(error, device_oom=self._device.ooms() != refused) is Verdict.OOM
             text = describe(error)
-        if is_oom:
-            gc.collect()
-            self._device.empty_cache()
+        if is_oom and not points:
+            raise LoadFailed(f"{hosted.name}: its smallest input does not fit: {text}", is_final=True)
+        gc.collect()
+        self._device.empty_cache()
+        if points:
+            return self._line(model, points), f"its larger samples could not be measured: {text}"
         declared = type(model).declared_bytes()
         assumed = declared if declared is not None else max(0, room)
         return Line(min(assumed, max(0, room)), 0.0, 0.0), f"its sample could not be measured: {text}"
+
+    def _line(self, model: Model, points: Sequence[Point]) -> Line:
+        return envelope(points, grows=bool(compile_units(model.units).fields))
 
     def _warm_up(self, model: Model, measure: Measure) -> None:
         item = model.sample(1.0)

@@ -46,14 +46,14 @@ class Point:
     seconds: float = 0.0
 
 
-def climb(model: Model, measure: Measure, *, room: int) -> list[Point]:
+def climb(model: Model, measure: Measure, points: list[Point], *, room: int) -> None:
     """Measure growing samples: the smallest first and twice (once to warm up), then doubled while the
     prediction fits.
 
-    Stops early when a run gets long, when samples stop growing, or when the model has none of that size.
+    Adds to `points`, so that what was measured stays when a larger run fails. Stops early when a run gets
+    long, when samples stop growing, or when the model has none of that size.
     """
     deadline = time.monotonic() + TIME_BUDGET_S
-    points: list[Point] = []
     wanted = SMALLEST_UNITS
     while len(points) < MOST_POINTS:
         item = model.sample(wanted) if not points else _sample_or_none(model, wanted)
@@ -74,7 +74,6 @@ def climb(model: Model, measure: Measure, *, room: int) -> list[Point]:
         if now - began > LONGEST_RUN_S or now > deadline:
             break
         wanted = max(wanted, units) * 2
-    return points
 
 
 def prove(model: Model, measure: Measure, line: Line, points: Sequence[Point], *, room: int) -> Line:

@@ -197,6 +197,16 @@ class Heavy(Echo):
         self.weight = torch.zeros(300 * MIB // 4, device=ctx.device)
 
 
+class Kept(Echo):
+    """Loads 100 MiB, and its smallest run takes 100 more."""
+
+    def load(self, ctx: vramgate.Context) -> None:
+        self.weight = torch.zeros(100 * MIB // 4, device=ctx.device)
+
+    def predict(self, batch: list[Text], ctx: vramgate.Context) -> Sequence[Any]:
+        return [float(torch.ones(99 * MIB // 4, device=ctx.device).sum()) for _ in batch]
+
+
 class Buffered(Plain):
     """Works in the service's input buffers."""
 

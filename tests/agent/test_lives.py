@@ -46,6 +46,7 @@ async def test_models_that_cannot_be_served_say_why(
         "second": "models_plain.py:Heavy",
         "big": "models_plain.py:TooBig",
         "noload": "models_plain.py:NoLoad",
+        "hungrier": "models_plain.py:Kept",
         "missing": "nowhere.py:Thing",
         "broken": "broken:Broken",
         "noclass": "models_plain.py:Nothing",
@@ -60,6 +61,7 @@ async def test_models_that_cannot_be_served_say_why(
         "second": "does not fit into",
         "big": "declared to take 100 GiB",
         "noload": "there are no weights",
+        "hungrier": "its smallest input does not fit",
         "missing": "there is no file nowhere.py",
         "broken": "SyntaxError",
         "noclass": "has no Nothing",
@@ -69,6 +71,9 @@ async def test_models_that_cannot_be_served_say_why(
     for name, part in expected.items():
         reason = str(reasons[name])
         assert part in reason and "\n" not in reason, reason
+    # What did not fit has left nothing behind: 8 MiB of Echo and 300 of Heavy are all that is allocated.
+    sample = (await own_caller.card()).sample
+    assert sample is not None and sample.allocated <= 320 * 2**20
     assert outputs(await own_caller.run("shadowing")) == "usertheirs"
     assert outputs(await own_caller.run("echo", "x"))["text"] == "x"
 

@@ -125,7 +125,9 @@ def test_a_linear_model_is_profiled_to_its_true_slope() -> None:
     def measure(items: list[Any]) -> int:
         return sum(5 * MIB + math.ceil(3 * 1024 * float(item.mib) / 512) * 512 for item in items)
 
-    line = envelope(climb(Linear(), measure, room=200 * MIB), grows=True)
+    points: list[Point] = []
+    climb(Linear(), measure, points, room=200 * MIB)
+    line = envelope(points, grows=True)
     assert 3 * 1024 <= line.c1 <= 3.6 * 1024
     assert 4 * MIB <= line.c0 <= 6 * MIB
     assert 5 * MIB + 3 * 1024 * max(sizes[:-1]) <= 200 * MIB
@@ -140,7 +142,8 @@ def test_a_batch_that_costs_more_than_its_items_raises_the_line() -> None:
             + (len(items) > 1) * len(items) * 10 * MIB
         )
 
-    points = climb(Echo(), measure, room=500 * MIB)
+    points: list[Point] = []
+    climb(Echo(), measure, points, room=500 * MIB)
     line = envelope(points, grows=True)
     proven = prove(Echo(), measure, line, points, room=500 * MIB)
     assert line.c0 < MIB and proven.c0 >= 10 * MIB and proven.c1 == line.c1
