@@ -7,6 +7,9 @@ import os
 import signal
 from collections.abc import Sequence
 
+import httpx
+import pytest
+
 from scheduler.models import JobView
 from tests.system.box import SESSION_S, event_ms, is_running
 from tests.system.caller import Caller, new_tag, until
@@ -97,6 +100,22 @@ async def test_kill_9_of_a_gateway_under_load(caller: Caller) -> None:
     await all_answered(caller, tags, answers)
     assert any(answer.tries > 1 for answer in answers)
     assert [caller.box.runs(tag) for tag in tags] == [1] * len(tags)
+
+
+async def test_a_job_without_a_key_ends_with_its_gateway(caller: Caller) -> None:
+    """Nobody could take its answer any more: it is cancelled once its gateway's session is over, and its bytes are
+    back long before it would have been done.
+    """
+    task = asyncio.create_task(caller.infer("one", new_tag(), seconds=60.0, gateway=0))
+    view = await caller.only_job("one", "running")
+    killed_ms = await caller.now_ms()
+    caller.box.gateways[0].kill()
+    with pytest.raises(httpx.TransportError):
+        await task
+    cancelled = await caller.in_state(view.id, "cancelled")
+    assert cancelled.settled_ms is not None
+    assert cancelled.settled_ms - killed_ms <= (SESSION_S + 1.5) * 1000
+    await caller.no_leases()
 
 
 async def test_models_stay_loaded_when_gateways_restart(caller: Caller) -> None:
