@@ -165,7 +165,7 @@ async def test_nine_thousand_waiters_keep_nothing_from_another_models_idle_card(
 
 @pytest.mark.parametrize(
     ("refusal", "run_s", "callers", "in_seconds"),
-    [("queue_full", 0.07, 20, False), ("wait_timeout", 0.07, 20, False), ("queue_full", 0.3, 8, True)],
+    [("queue_full", 0.07, 20, False), ("wait_timeout", 0.07, 20, False), ("queue_full", 0.3, 14, True)],
 )
 async def test_retry_after_is_true_within_a_factor_of_two(
     tuned: Tuned, refusal: str, run_s: float, callers: int, in_seconds: bool
