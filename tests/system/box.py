@@ -70,7 +70,7 @@ def wait_for(claim: str, holds: Callable[[], Any], *, patience_s: float = PATIEN
 
 
 def stable_port(*, in_a_row: int = 1) -> int:
-    """The first of some free ports that no outgoing connection is given, so that they stay free over a restart."""
+    """The first of some free ports that no outgoing connection is given: they stay free over a restart."""
     while True:
         first = random.randrange(20_000, 32_000)
         try:

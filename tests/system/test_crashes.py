@@ -103,8 +103,8 @@ async def test_kill_9_of_a_gateway_under_load(caller: Caller) -> None:
 
 
 async def test_a_job_without_a_key_ends_with_its_gateway(caller: Caller) -> None:
-    """Nobody could take its answer any more: it is cancelled once its gateway's session is over, and its bytes are
-    back long before it would have been done.
+    """Nobody could take its answer any more: it is cancelled once its gateway's session is over, and its
+    bytes are back long before it would have been done.
     """
     task = asyncio.create_task(caller.infer("one", new_tag(), seconds=60.0, gateway=0))
     view = await caller.only_job("one", "running")

@@ -82,6 +82,8 @@ def up(tmp_path: Path) -> Iterator[Up]:
     started.close()
 
 
+# Some twenty commands, each of which starts an interpreter, and torch three times.
+@pytest.mark.timeout(240)
 def test_the_life_of_a_box(up: Up, tmp_path: Path) -> None:
     """Everything comes up; every view answers as a table and as JSON; a second `up` on the port says so in
     one line; Ctrl-C drains what runs, leaves no process, and what waited is answered after the next `up`.
