@@ -103,6 +103,7 @@ def _script_settings(settings: Settings) -> bytes:
             "boost_ms": round(placement.boost_s * 1000),
             "max_passed": placement.max_passed,
             "max_passing_ms": round(placement.max_passing_s * 1000),
+            "longest_run_ms": round(clocks.run_timeout_s * 1000),
         }
     )
 

@@ -31,6 +31,12 @@ local function hosts_ready(j)
   return false
 end
 
+-- The published bound for a big job behind a stream of small ones: the greatest head start of others, the time in which
+-- it may be passed, the longest run that must end before it, and a grace of two beats.
+local function longest_wait_ms()
+  return 9 * CFG.boost_ms + CFG.max_passing_ms + CFG.longest_run_ms + 2 * CFG.beat_ms
+end
+
 -- Which clock of a job has passed, as an event and its words.
 local function passed(id, j)
   local waited = NOW - num(j.ct)
@@ -44,7 +50,11 @@ local function passed(id, j)
     if j.s == 'queued' and not hosts_ready(j) then
       return 'no_ready_card', 'job ' .. id .. ': no card that hosts ' .. j.c .. ' was ready within ' .. j.wl .. ' ms'
     end
-    return 'wait_timeout', 'job ' .. id .. ': waited ' .. int(waited) .. ' ms, more than its limit of ' .. j.wl .. ' ms'
+    local words = 'job ' .. id .. ': waited ' .. int(waited) .. ' ms, more than its limit of ' .. j.wl .. ' ms'
+    if j.rv and num(j.wl) < longest_wait_ms() then
+      words = words .. '; memory was being set aside for it, which can take ' .. int(longest_wait_ms()) .. ' ms'
+    end
+    return 'wait_timeout', words
   end
   if j.ab and num(j.ab) <= NOW then return 'cancel', 'job ' .. id .. ': its last client left' end
   return nil

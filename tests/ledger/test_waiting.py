@@ -258,3 +258,26 @@ async def _timed_out(store: Store, job_ids: list[str]) -> list[tuple[int, int]]:
         ]
         await asyncio.sleep(0.02)
     return sorted(promises)
+
+
+async def test_a_big_job_whose_limit_is_below_the_published_bound_is_told_so(tuned: Tuned) -> None:
+    """Memory was being set aside for it, and its wait limit ended first: the refusal names the bound."""
+    store = await tuned(placement={"max_passed": 0, "max_passing_s": 0.4}, clocks={"run_timeout_s": 7})
+    agent = FakeAgent(store, total=4 * GIB, models=(hosted(slots=64),), slots=64)
+    await agent.register()
+    await admission.submit(store, request(nbytes=2 * GIB))
+    big = await admission.submit(store, request(nbytes=4 * GIB, max_wait_ms=300))
+    await until_settled(store, big.job_id, agent)
+    detail = (await jobs.view(store, big.job_id)).detail or ""
+    bound_ms = 9 * 2000 + 400 + 7000 + 2 * 300
+    assert f"can take {bound_ms} ms" in detail
+    await agent.run_all()
+
+
+async def until_settled(store: Store, job_id: str, agent: FakeAgent) -> None:
+    """Beat until the job is settled."""
+    deadline = time.monotonic() + 10
+    while (await jobs.view(store, job_id)).state in ("queued", "leased", "running"):
+        assert time.monotonic() < deadline, f"job {job_id} is not settled"
+        await agent.beat()
+        await asyncio.sleep(0.02)
