@@ -68,10 +68,10 @@ async def test_retry_after_is_true_within_a_factor_of_two(caller: Caller) -> Non
         refused_ms = await caller.now_ms()
         answers = await asyncio.gather(*asked)
         assert {answer.status_code for answer in answers} <= {202, 429}
-        refusals = [answer for answer in answers if answer.status_code == 429][:QUEUE]
+        refusals = [answer for answer in answers if answer.status_code == 429]
         promised = sorted(int(answer.headers["Retry-After"]) for answer in refusals)
         jobs = await caller.jobs("queued", model="one")
-        assert len(promised) == QUEUE and len(jobs) >= QUEUE - 1
+        assert len(promised) >= QUEUE and len(jobs) >= QUEUE - 1
         for job in jobs:
             await caller.ended(job.id)
         granted = [(await caller.view(job.id)).granted_ms or 0 for job in jobs]
