@@ -92,9 +92,6 @@ class Catalogue:
         alive = {_reader_key(model) for view in views.values() for model in view.versions}
         self._readers = {key: reader for key, reader in self._readers.items() if key in alive}
 
-    def is_known(self, name: str) -> bool:
-        return name in self._views
-
     async def find(self, asked: str) -> Entry:
         """The entry of `name` or `name@version`.
 

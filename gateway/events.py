@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from gateway import headers, rendering
 from gateway.context import Gateway
 from gateway.headers import ANONYMOUS
+from gateway.waiter import until_disconnect
 from scheduler import documents
 from scheduler.logs import log_event
 from scheduler.models import SETTLED, JobView, Outcome, SubmitRequest
@@ -165,7 +166,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _stream(self, receive: Receive, send: Send) -> None:
-        gone = asyncio.create_task(_until_disconnect(receive), name="events-disconnect")
+        gone = asyncio.create_task(until_disconnect(receive), name="events-disconnect")
         closing = asyncio.get_running_loop().create_future()
 
         def send_away() -> None:
@@ -252,8 +253,3 @@ class EventStream(Response):
 
     async def _send(self, send: Send, chunk: bytes) -> None:
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
-
-
-async def _until_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

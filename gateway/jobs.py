@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from typing import get_args
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,12 +19,12 @@ from gateway.headers import ANONYMOUS, Form
 from gateway.threads import off_loop
 from gateway.waiter import wait_for_outcome
 from scheduler import documents
-from scheduler.models import SETTLED, JobView, Outcome
+from scheduler.models import SETTLED, JobView, Outcome, State
 from vramgate.errors import InvalidInput
 
 MAX_WAIT_S = 3600.0
 MAX_PAGE = 500
-STATES = ("queued", "leased", "running", *sorted(SETTLED))
+STATES: tuple[str, ...] = get_args(State)
 
 
 async def get_job(gateway: Gateway, request: Request) -> Response:

@@ -37,7 +37,7 @@ from scheduler.models import (
 )
 from scheduler.settings import Settings
 from scheduler.store import BadStore, Store
-from vramgate.errors import StoreUnavailable, UnknownJob
+from vramgate.errors import StoreUnavailable
 
 logger = logging.getLogger("gateway")
 
@@ -212,8 +212,6 @@ class Ledger:
                 ):
                     await asyncio.sleep(random.uniform(0.3, 0.6))
                     continue
-            except UnknownJob:
-                pass
             except Exception:
                 logger.exception("abandon_failed")
             self._departures.popleft()
@@ -230,7 +228,7 @@ class Ledger:
 
     async def unwatch(self, job_id: str, *, client: str) -> None:
         """Best effort: a watch that stays is cleared with its job."""
-        with contextlib.suppress(StoreUnavailable, UnknownJob):
+        with contextlib.suppress(StoreUnavailable):
             await jobs.unwatch(self.store, job_id, client=client)
 
     async def outcome(self, job_id: str, *, tenant: str | None) -> Outcome | None:

@@ -2,7 +2,7 @@
 
 Owns: the names and labels; labels are bounded (route, code, card, model known to the pool), never a job id.
 With several workers the counts live in files that all of them share (prometheus_client's multiprocess mode,
-switched on by `gateway.serve` before anything is imported); the pool's gauges are read anew, so no worker's
+switched on by `gateway.__main__` before this is imported); the pool's gauges are read anew, so no worker's
 copy is ever stale.
 """
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 from gateway.options import Options
 from gateway.problems import PROBLEM_JSON
 from gateway.routes import OPERATIONS, Operation
+from scheduler.models import OperatorState, State
 from vramgate.errors import TABLE
 
 Json = dict[str, Any]
@@ -168,7 +169,7 @@ def _schemas() -> Json:
             "id object state model position attempts timing",
             id=text,
             object={"const": "job"},
-            state={"enum": ["queued", "leased", "running", "succeeded", "failed", "cancelled", "expired"]},
+            state={"enum": list(get_args(State))},
             model=text,
             position=whole,
             eta_s={"type": ["integer", "null"]},
@@ -179,7 +180,7 @@ def _schemas() -> Json:
             result={},
             error=_ref("Problem"),
         ),
-        "CardState": _object("state", state={"enum": ["ready", "cordoned", "draining"]}, reason=text),
+        "CardState": _object("state", state={"enum": list(get_args(OperatorState))}, reason=text),
         "Card": _object(
             "id object state ledger", id=text, object={"const": "card"}, state=text, ledger={"type": "object"}
         ),

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 
-import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -94,7 +93,7 @@ def problem_response(refused: Refused) -> Response:
         extra["Connection"] = "close"
     kind = LastWords if refused.code == "too_large" else Response
     return kind(
-        orjson.dumps(refused.problem(), default=rendering.plain, option=orjson.OPT_NON_STR_KEYS),
+        rendering.dumps(refused.problem()),
         status_code=refused.status,
         headers=extra,
         media_type=PROBLEM_JSON,

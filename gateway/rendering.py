@@ -21,7 +21,7 @@ MEDIA_TYPES = {"json": "application/json", "msgpack": "application/msgpack"}
 VARY = "Accept, Prefer"
 
 
-def plain(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """What JSON shows of a value that it has no form for: base64 text of bytes."""
     if isinstance(value, bytes | bytearray | memoryview):
         return base64.b64encode(value).decode()
@@ -30,7 +30,7 @@ def plain(value: Any) -> Any:
 
 def dumps(document: Any) -> bytes:
     """Compact JSON; bytes become base64 text."""
-    return orjson.dumps(document, default=plain, option=orjson.OPT_NON_STR_KEYS)
+    return orjson.dumps(document, default=_plain, option=orjson.OPT_NON_STR_KEYS)
 
 
 def render(

@@ -73,9 +73,9 @@ def serve(settings: Settings) -> int:
         pid=os.getpid(),
     )
     if settings.gateway.workers == 1:
-        Worker(settings, listener, address).run()
+        Worker(settings, listener).run()
     else:
-        Parent(settings, listener, address).run()
+        Parent(settings, listener).run()
     log_event(logger, "gateway_ended", address=address)
     return 0
 
@@ -138,9 +138,7 @@ def _address_of(listener: socket.socket) -> str:
 class Worker:
     """One process that answers requests: a uvicorn server whose end is ours."""
 
-    def __init__(
-        self, settings: Settings, listener: socket.socket, address: str, parent: int | None = None
-    ) -> None:
+    def __init__(self, settings: Settings, listener: socket.socket, parent: int | None = None) -> None:
         self._settings = settings.gateway
         self._listener = listener
         self._parent = parent
@@ -230,10 +228,9 @@ class _Server(uvicorn.Server):
 class Parent:
     """Starts the workers, starts again the one that died, and passes signals on."""
 
-    def __init__(self, settings: Settings, listener: socket.socket, address: str) -> None:
+    def __init__(self, settings: Settings, listener: socket.socket) -> None:
         self._settings = settings
         self._listener = listener
-        self._address = address
         self._context = multiprocessing.get_context("fork")
         # Held open by this process alone: its end is how a worker learns that it is an orphan.
         self._alive_read, self._alive_write = os.pipe()
@@ -272,7 +269,7 @@ class Parent:
             os.close(descriptor)
         random.seed()
         parent = os.getppid()
-        Worker(self._settings, self._listener, self._address, self._alive_read).run()
+        Worker(self._settings, self._listener, self._alive_read).run()
         if os.getppid() != parent:
             # Nobody else is left to remove it.
             shutil.rmtree(os.environ[MULTIPROCESS_DIR], ignore_errors=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from typing import Any
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from gateway import metrics
 from gateway.lifecycle import Lifecycle
@@ -53,7 +53,7 @@ async def wait_for_outcome(
     def send_away() -> None:
         end(Ended.CLOSING)
 
-    watch = loop.create_task(_until_disconnect(request), name="disconnect")
+    watch = loop.create_task(until_disconnect(request.receive), name="disconnect")
     watch.add_done_callback(lambda task: None if task.cancelled() else end(Ended.LEFT))
     future.add_done_callback(settled)
     timer = loop.call_later(timeout_s, end, Ended.LATE)
@@ -70,7 +70,7 @@ async def wait_for_outcome(
     return future.result() if how is None else how
 
 
-async def _until_disconnect(request: Request) -> None:
-    message: Any = {}
-    while message.get("type") != "http.disconnect":
-        message = await request.receive()
+async def until_disconnect(receive: Receive) -> None:
+    """Return when the client is gone. What it sends before, beyond the body that was read, is dropped."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
