@@ -151,6 +151,7 @@ class ChildLife:
         name = "child_lost" if crashed else "child_killed"
         log_event(_LOG, name, logging.WARNING, card=self._parts.card, reason=reason)
         baseline = baseline.with_foreign(self._parts.sampler.last)
+        had_work = not self._parts.intake.is_idle
         self._parts.intake.child_ended("crashed" if crashed else "killed", detail=reason)
         self._parts.voice.say("down", reason)
         # A beat on its way may still say "ready" with a sample from before.
@@ -169,7 +170,9 @@ class ChildLife:
         await self._wait_for_memory(baseline, pid=child.pid)
         log_event(_LOG, "memory_back", card=self._parts.card, ms=round((time.monotonic() - began) * 1000))
         await self._acknowledged(down)
-        if crashed:
+        # Jobs that kill their process are counted one by one and become dead letters; that others wait for them
+        # too would only spread the harm.
+        if crashed and not had_work:
             await self._back_off()
 
     async def _acknowledged(self, down: asyncio.Task[None]) -> None:
@@ -205,7 +208,7 @@ class ChildLife:
             is_cordoned = True
 
     async def _back_off(self) -> None:
-        """Deaths in a row, with no success between them, come slower and slower."""
+        """Deaths in a row at nothing, with no success between them, come slower and slower."""
         if self._parts.intake.succeeded > self._succeeded_before:
             self._deaths, self._succeeded_before = 0, self._parts.intake.succeeded
         delay = CRASH_BACKOFF_S[min(self._deaths, len(CRASH_BACKOFF_S) - 1)]
