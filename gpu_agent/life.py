@@ -170,8 +170,8 @@ class ChildLife:
         await self._wait_for_memory(baseline, pid=child.pid)
         log_event(_LOG, "memory_back", card=self._parts.card, ms=round((time.monotonic() - began) * 1000))
         await self._acknowledged(down)
-        # Jobs that kill their process are counted one by one and become dead letters; that others wait for them
-        # too would only spread the harm.
+        # Jobs that kill their process are counted one by one and become dead letters; that others wait for
+        # them too would only spread the harm.
         if crashed and not had_work:
             await self._back_off()
 
