@@ -14,12 +14,17 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 TEST_SERVERS ?= valkey redis
+# Test processes at once; most tests wait for processes of their own rather than compute.
+TEST_WORKERS ?= 3
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 CODE := $(wildcard gateway gpu_agent scheduler vramgate tests examples benchmarks docs)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+XDIST := -n $(TEST_WORKERS) --dist loadfile
+# The tests in which the kind of server can make a difference; the others run once.
+ON_EVERY_SERVER := tests/ledger tests/gateway tests/system
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test check bench fmt redis-server nginx $(TEST_SERVERS:%=test-%)
@@ -49,10 +54,10 @@ test-redis: | test-valkey
 endif
 
 test-valkey: $(STAMP) nginx
-	VRAMGATE_TEST_SERVER=valkey $(BIN)/python -m pytest $(PYTEST_ARGS)
+	VRAMGATE_TEST_SERVER=valkey $(BIN)/python -m pytest $(XDIST) $(PYTEST_ARGS)
 
 test-redis: $(STAMP) nginx redis-server
-	VRAMGATE_TEST_SERVER=redis $(BIN)/python -m pytest $(PYTEST_ARGS)
+	VRAMGATE_TEST_SERVER=redis $(BIN)/python -m pytest $(XDIST) $(PYTEST_ARGS) $(ON_EVERY_SERVER)
 
 # Servers of the system's own that the tests run; Debian keeps nginx in /usr/sbin.
 redis-server nginx:
