@@ -8,15 +8,6 @@ from __future__ import annotations
 
 from scheduler.models import Sample
 
-_MIB = 1024 * 1024
-
-
-def choose_headroom(setting: int | None, *, total: int, simulated: bool) -> int:
-    """Bytes that are never granted: the setting, else 5 % and on a real card at least 512 MiB."""
-    if setting is not None:
-        return setting
-    return total // 20 if simulated else max(total // 20, 512 * _MIB)
-
 
 def usable_bytes(sample: Sample, *, headroom: int) -> int:
     """What leases, weights and strangers share."""

@@ -1,7 +1,7 @@
 """The torch child as its supervisor sees it: spawn, messages, captured output, and its certain end.
 
 Owns: the process, its group, its sockets and its pipe. Does not own: what the messages mean, or whether
-the card is clean afterwards (`memory_back`). Nothing in here waits for the child while the supervisor's
+the card is clean afterwards (`release`). Nothing in here waits for the child while the supervisor's
 loop has other things to do: a message is queued for writing, an end is seen through a pidfd.
 """
 

@@ -1,8 +1,7 @@
 """The calls of one session that move jobs: claim, finish, card_down, one at a time and each with its number.
 
 Owns: the sequence number, the rule that an unknown outcome is asked again under the same number, and the
-order of large results, events and reports. Does not own what is reported (`intake`), nor sessions
-(`heartbeat`, `supervisor`).
+order of large results, events and reports. Does not own what is reported (`held`), nor sessions (`session`).
 """
 
 from __future__ import annotations

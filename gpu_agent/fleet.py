@@ -6,24 +6,21 @@ Owns: the processes and their pauses. A card that fails never takes another with
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
-import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
 
 from gpu_agent.device.reading import DriverCard
+from scheduler.embedded import bound_to_owner
 from scheduler.logs import log_event
 
 _LOG = logging.getLogger(__name__)
-PARENT = "VRAMGATE_INTERNAL_PARENT"
 PAUSES_S = (0.5, 1.0, 2.0, 5.0, 15.0, 30.0)
 HEALTHY_S = 60.0
 FINAL = (2, 3)
 """Exit statuses that another start would only repeat: a wrong configuration, a card that is not there."""
-_PR_SET_PDEATHSIG = 1
 
 
 async def run_fleet(cards: Sequence[DriverCard], arguments: Sequence[str]) -> int:
@@ -45,17 +42,9 @@ async def _keep(uuid: str, arguments: Sequence[str], stopping: asyncio.Event) ->
     failures, status = 0, 0
     while not stopping.is_set():
         began = time.monotonic()
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "gpu_agent",
-            "--card",
-            uuid,
-            *arguments,
-            env={**os.environ, PARENT: str(os.getpid())},
-            start_new_session=True,
-        )
+        command = [sys.executable, "-P", "-m", "gpu_agent", "--card", uuid, *arguments]
+        # It drains when this process is killed: it would otherwise serve unwatched for ever.
+        process = await asyncio.create_subprocess_exec(*bound_to_owner(command), start_new_session=True)
         status = await _watch(process, stopping)
         if stopping.is_set() or status == 0:
             break
@@ -82,15 +71,3 @@ async def _watch(process: asyncio.subprocess.Process, stopping: asyncio.Event) -
     if not ended.done():
         process.send_signal(signal.SIGTERM)
     return await ended
-
-
-def tie_to_parent() -> None:
-    """An agent of a fleet drains when the fleet's process is killed: it would otherwise serve unwatched
-    for ever.
-    """
-    parent = os.environ.get(PARENT)
-    if parent is None:
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != int(parent):
-        os.kill(os.getpid(), signal.SIGTERM)

@@ -2,8 +2,8 @@
 
 Owns: which batch starts when, cancels and run clocks, and how a job ends when its batch, the child or the
 session does. Does not own: what the ledger believes (`held`), the calls to it (`exchange`), or the life of
-the child (`supervisor`). Used from one thread; acts on the child through the `send` that it is given, and
-never waits.
+the child (`life`). Used from one thread; acts on the child through the `send` that it is given, and never
+waits.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gpu_agent.device.listing import list_cards
 from gpu_agent.device.reading import DriverCard, NoNvml
-from gpu_agent.fleet import run_fleet, tie_to_parent
+from gpu_agent.fleet import run_fleet
 from gpu_agent.supervisor import CardGone, CardPlace, Supervisor
 from scheduler.logs import log_event, setup_logging
 from scheduler.settings import ConfigError, Settings, load_settings
@@ -34,10 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run an agent; returns the exit status. Every failure is one line on stderr."""
     parser = _parser()
     args = parser.parse_args(argv)
-    setup_logging(as_json=args.log == "json")
+    setup_logging(as_json=args.log_json)
     try:
         settings = load_settings(args.config, redis_url=args.redis, pool=args.pool)
-        tie_to_parent()
         host_dir = _host_dir(settings, args.simulate)
         cards = list_cards(args.simulate, host_dir=host_dir)
         if args.all:
@@ -46,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for other in cards:
             if other is not card:
                 other.close()
-        log_event(
-            _LOG, "agent_started", card=card.uuid, product=card.product, remark=getattr(card, "remark", None)
-        )
+        log_event(_LOG, "agent_started", card=card.uuid, product=card.product, remark=card.remark or None)
         place = CardPlace(
             host=_host(),
             simulated=args.simulate is not None,
@@ -77,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, help="vramgate.toml")
     parser.add_argument("--redis", help="URL of the ledger's server")
     parser.add_argument("--pool", help="the scheduling domain")
-    parser.add_argument("--log", choices=("text", "json"), default="text", help="form of the log lines")
+    parser.add_argument("--log-json", action="store_true", help="log one JSON object per line")
     return parser
 
 
@@ -88,9 +85,9 @@ def _shared_arguments(args: argparse.Namespace) -> list[str]:
         ("--config", args.config),
         ("--redis", args.redis),
         ("--pool", args.pool),
-        ("--log", args.log),
     )
-    return [part for flag, value in pairs if value is not None for part in (flag, str(value))]
+    told = [part for flag, value in pairs if value is not None for part in (flag, str(value))]
+    return [*told, *(["--log-json"] if args.log_json else [])]
 
 
 class NoSuchCard(VramgateError):

@@ -1,7 +1,7 @@
 """This agent's sessions on its card: begun, lost, begun anew, left.
 
 Owns: registration with its patience, the exchange and the events of the current session, and their tasks.
-Does not own: the work (`intake`), or what the loss of a session means for the child (`supervisor`).
+Does not own: the work (`intake`), or what the loss of a session means for the child (`life`).
 """
 
 from __future__ import annotations

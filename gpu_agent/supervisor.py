@@ -15,12 +15,11 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_agent import budget
 from gpu_agent.cardlock import CardLock
 from gpu_agent.cardwatch import CardWatch, Consequences
 from gpu_agent.child_process import Setup
@@ -69,9 +68,8 @@ class Supervisor:
         self._settings, self._card, self._place = settings, card, place
         self._clock = ServerClock()
         self._sampler = Sampler(card, self._clock, timeout_s=settings.agent.nvml_timeout_s)
-        self._headroom = budget.choose_headroom(
-            settings.agent.headroom, total=card.total, simulated=place.simulated
-        )
+        wished = settings.agent.headroom
+        self._headroom = card.headroom if wished is None else wished
         self._models = CardModels(settings, uuid=card.uuid, name=f"{place.host}:{card.index}")
         self._held = Held(self._work_changed)
         self._voice = Voice(self._models, self._held)
@@ -336,13 +334,13 @@ class Supervisor:
             self._fatal = error
         self._stop()
 
-    async def _guard(self, work: Any) -> None:
+    async def _guard(self, work: Awaitable[None]) -> None:
         try:
             await work
         except Exception as error:
             self._fail(error)
 
-    def _call(self, function: Any, *args: Any) -> None:
+    def _call(self, function: Callable[..., None], *args: Any) -> None:
         """From the heartbeat's thread into ours."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)

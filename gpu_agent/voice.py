@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
 
 from gpu_agent.heartbeat import Word
 from gpu_agent.held import Held
 from gpu_agent.hosting import CardModels
-from scheduler.models import Beat, HostedModel
-
-CardState = Literal["starting", "ready", "down", "draining"]
+from scheduler.models import AgentState, Beat, HostedModel
 
 
 class Voice:
@@ -29,7 +26,7 @@ class Voice:
         self._session: str | None = None
         self._applied: Callable[[], int] = lambda: 0
         self._word: Word | None = None
-        self.state: CardState = "starting"
+        self.state: AgentState = "starting"
         self.reason: str | None = "the agent is starting"
         self.nudge: Callable[[], None] = lambda: None
 
@@ -42,7 +39,7 @@ class Voice:
         """The session is over: nothing may be said in its name."""
         self._session, self._word = None, None
 
-    def say(self, state: CardState, reason: str | None) -> None:
+    def say(self, state: AgentState, reason: str | None) -> None:
         """Another state, told at once."""
         self.state, self.reason = state, reason
         self.refresh_models()

@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 State = Literal["queued", "leased", "running", "succeeded", "failed", "cancelled", "expired"]
 SETTLED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled", "expired"})
 OperatorState = Literal["ready", "cordoned", "draining"]
+AgentState = Literal["starting", "ready", "down", "draining"]
 T = TypeVar("T")
 
 
@@ -229,8 +230,7 @@ class Report:
 class HandedJob:
     """A job that claim or finish hands to an agent. inputs is None when it must be read by `jobs.payload`.
 
-    alone: run it alone in the child. The *_left_ms count from the reply. is_taken_back jobs never appear
-    here.
+    alone: run it alone in the child. run_timeout_ms counts from its start, total_left_ms from the reply.
     """
 
     job_id: str
@@ -270,7 +270,7 @@ class Beat:
     or `draining`, with a reason.
     """
 
-    state: Literal["ready", "starting", "down", "draining"]
+    state: AgentState
     reason: str | None
     applied_seq: int
     held: tuple[tuple[str, str], ...]

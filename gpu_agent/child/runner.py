@@ -118,7 +118,7 @@ class Runner:
         before = self.activity.enter(order.number)
         try:
             with self.device.tracking(lane=lane), torch.no_grad():
-                ended, streamed = _Batch(self, hosted, context, order).answer()
+                ended = _Batch(self, hosted, context, order).answer()
         finally:
             peak, shared = self.activity.leave(order.number)
         self.send(
@@ -129,7 +129,6 @@ class Runner:
                 "run_ms": round((time.monotonic() - began) * 1000),
                 "peak": max(0, peak - before),
                 "shared": shared,
-                "streamed": streamed,
                 "buffers": hosted.buffer_bytes,
             }
         )
@@ -182,12 +181,12 @@ class _Batch:
         self._chunks: dict[int, list[bytes]] = {}
         self._has_streamed = False
 
-    def answer(self) -> tuple[list[Ended], bool]:
+    def answer(self) -> list[Ended]:
         for index, (_, inputs, units) in enumerate(self._order.jobs):
             self._parse(index, inputs, units)
         if self._parsed:
             self._try(sorted(self._parsed))
-        return [self._ended[i] for i in range(len(self._order.jobs))], self._has_streamed
+        return [self._ended[i] for i in range(len(self._order.jobs))]
 
     def _parse(self, index: int, inputs: bytes, units: float) -> None:
         model = self._hosted.model

@@ -19,7 +19,6 @@ from gpu_agent.device.held import map_tensors
 from gpu_agent.device.reading import CardUnreadable, MemoryReading
 from gpu_agent.device.torch_device import DeviceMismatch, Movable
 
-_USUAL_CONTEXT = 640 * 1024**2
 _QUIET_S = 0.05
 
 
@@ -37,9 +36,7 @@ class CudaDevice:
     @classmethod
     def open(cls, environment: Mapping[str, str]) -> CudaDevice:
         """Create the context on the card that CUDA_VISIBLE_DEVICES names by its id, and measure what it
-        costs.
-
-        VRAMGATE_CONTEXT_BYTES stands in where that cannot be measured. Raises DeviceMismatch.
+        costs. Raises DeviceMismatch.
         """
         pin = environment.get("CUDA_VISIBLE_DEVICES", "")
         if not pin or "," in pin:
@@ -58,9 +55,7 @@ class CudaDevice:
         torch.cuda.synchronize()
         held = torch.cuda.memory_reserved(0)
         context = _context_cost(before, _quiet(read), held=held)
-        if context is None:
-            context = int(environment.get("VRAMGATE_CONTEXT_BYTES") or _USUAL_CONTEXT)
-        return cls(pin, context_bytes=context)
+        return cls(pin, context_bytes=context or 0)
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)

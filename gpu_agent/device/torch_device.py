@@ -40,7 +40,7 @@ class TorchDevice(Protocol):
 
     @property
     def context_bytes(self) -> int:
-        """W: what the context and the libraries cost, beside what the allocator holds."""
+        """W: what the context and the libraries cost, beside what the allocator holds; 0: not measured."""
         ...
 
     def allocated(self) -> int:

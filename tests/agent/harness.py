@@ -77,8 +77,7 @@ class Agent:
             "gpu_agent",
             "--simulate",
             simulate,
-            "--log",
-            "json",
+            "--log-json",
             "--pool",
             pool,
         ]

@@ -104,6 +104,17 @@ async def test_sigterm_drains(own_caller: Caller, start_agent: Start) -> None:
         await admission.cancel(own_caller.store, job)
 
 
+async def test_the_configured_headroom_is_left_free(own_caller: Caller, start_agent: Start) -> None:
+    """`agent.headroom` wins over the card's own default."""
+    start_agent(agent='headroom = "100MiB"\n')
+
+    async def registered() -> bool:
+        return bool(await inventory.cards(own_caller.store))
+
+    await until("the card is known", registered)
+    assert (await own_caller.card()).headroom == 100 * 2**20
+
+
 async def test_a_drain_ends_at_its_bound(own_caller: Caller, start_agent: Start) -> None:
     """A run that outlasts drain_s is cut off and goes back without a crash count; the agent still ends
     with 0.

@@ -58,14 +58,6 @@ def sample(**changes: Any) -> Sample:
 # -- budget
 
 
-def test_headroom_is_five_percent_and_half_a_gib_on_a_real_card() -> None:
-    """The setting wins; else 5 %, on a real card at least 512 MiB."""
-    assert budget.choose_headroom(7, total=1000, simulated=False) == 7
-    assert budget.choose_headroom(None, total=80 * 2**30, simulated=False) == 4 * 2**30
-    assert budget.choose_headroom(None, total=4 * 2**30, simulated=False) == 512 * MIB
-    assert budget.choose_headroom(None, total=1000, simulated=True) == 50
-
-
 def test_the_cap_is_what_strangers_leave_of_the_usable() -> None:
     """cap = total - driver - headroom - context - foreign, never negative."""
     assert budget.allocator_cap(sample(), headroom=50 * MIB) == (1000 - 10 - 50 - 20 - 100) * MIB

@@ -211,7 +211,7 @@ class Box:
         self.configuration = folder / "vramgate.toml"
         self.configuration.write_text(CONFIGURATION)
         self.gateways = [self.new_gateway(), self.new_gateway()]
-        agents = self._service("gpu_agent", "--all", "--simulate", simulate, "--log", "json")
+        agents = self._service("gpu_agent", "--all", "--simulate", simulate, "--log-json")
         self.agents = Agents(agents, folder)
 
     @property
