@@ -31,6 +31,7 @@ from scheduler import documents
 from scheduler.logs import log_event
 from scheduler.models import SETTLED, JobView, Outcome, SubmitRequest
 from vramgate.errors import Draining, Lost, Malformed, StoreUnavailable, UnknownJob
+from vramgate.quantities import seconds_up
 
 logger = logging.getLogger("gateway")
 
@@ -104,7 +105,7 @@ class Teller:
 
     def _tell_state(self, view: JobView) -> Iterator[bytes]:
         if view.state in ("queued", "leased"):
-            place = (view.position, None if view.eta_ms is None else -(-view.eta_ms // 1000))
+            place = (view.position, None if view.eta_ms is None else seconds_up(view.eta_ms))
             if place != self._place and self._live_attempt is None:
                 self._place = place
                 yield encode("queued", {"position": place[0], "eta_s": place[1]})

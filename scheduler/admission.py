@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from scheduler import jobs
 from scheduler.models import JobView, SubmitRequest, Submitted
 from scheduler.store import Reply, Store
 from vramgate import errors
+from vramgate.quantities import seconds_up
 
 
 async def submit(store: Store, request: SubmitRequest) -> Submitted:
@@ -61,7 +60,7 @@ def _refusal(reply: Reply, request: SubmitRequest) -> errors.Refused:
         whose = "the queue" if code == "queue_full" else f"the share of tenant {request.tenant}"
         return errors.by_code(code)(
             f"{request.model}: {whose} is full, {waiting} jobs wait; come back after Retry-After",
-            retry_after_s=seconds_up(fields["retry_ms"]),
+            retry_after_s=max(1, seconds_up(int(fields["retry_ms"]))),
             queue_length=waiting,
         )
     if code == "unknown_model":
@@ -81,11 +80,6 @@ def _refusal(reply: Reply, request: SubmitRequest) -> errors.Refused:
         "cancelled": "this request was given up before it arrived",
     }
     return errors.by_code(code)(details[code], job_id=fields.get("job"))
-
-
-def seconds_up(ms: Any) -> int:
-    """Retry-After: whole seconds, at least one."""
-    return max(1, -(-int(ms) // 1000))
 
 
 async def abandon(store: Store, *, job_id: str | None, client: str, tenant: str, key: str | None) -> None:

@@ -28,6 +28,7 @@ from scheduler.models import (
     Sample,
 )
 from vramgate import errors
+from vramgate.quantities import seconds_up
 
 Document = dict[str, Any]
 
@@ -89,7 +90,7 @@ def job_document(view: JobView, outcome: Outcome | None = None, *, binary: bool 
         "version": view.version,
         "priority": view.priority,
         "position": view.position,
-        "eta_s": None if view.eta_ms is None else -(-view.eta_ms // 1000),
+        "eta_s": None if view.eta_ms is None else seconds_up(view.eta_ms),
         "why": view.why,
         "attempts": view.attempt,
         "crashes": view.crashes,
@@ -261,5 +262,5 @@ def _error(job_id: str, code: str, detail: str | None, data: Mapping[str, Any]) 
     kind = errors.by_code(code) if code in errors.TABLE else errors.Internal
     shown = {name: text_form(value) for name, value in data.items() if name != "retry_ms"}
     retry_ms = data.get("retry_ms")
-    retry_after_s = None if retry_ms is None else max(1, -(-int(retry_ms) // 1000))
+    retry_after_s = None if retry_ms is None else max(1, seconds_up(int(retry_ms)))
     return kind(detail or "", job_id=job_id, retry_after_s=retry_after_s, **shown)

@@ -79,7 +79,7 @@ TABLE: Mapping[str, ErrorCode] = {row.code: row for row in _ROWS}
 
 
 class VramgateError(Exception):
-    """Everything that vramgate raises on purpose. `code` is stable; `detail` says what happened, what to do."""
+    """All that vramgate raises on purpose. `code` is stable; `detail` says what happened and what to do."""
 
     code: str = "internal"
 

@@ -50,6 +50,11 @@ def parse_duration(value: float | str) -> float:
     return float(match[1]) * factor
 
 
+def seconds_up(ms: int) -> int:
+    """Whole seconds that are no less than `ms`: a caller who comes back after them is not too early."""
+    return -(-ms // 1000)
+
+
 def format_size(size: int) -> str:
     """For people: the largest binary unit that keeps the number at 1 or above, two decimals at most."""
     sign, rest = ("-", -size) if size < 0 else ("", size)
