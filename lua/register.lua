@@ -32,7 +32,7 @@ end
 k.sid, k.op, k.ag, k.hr = A.session, k.op == '' and 'ready' or k.op, A.state, A.headroom
 redis.call('HSET', key('card', k.id),
   'sid', k.sid, 'op', k.op, 'ag', k.ag, 'rs', A.reason or '', 'host', A.host, 'nm', A.name, 'ix', int(A.index), 'pr', A.product,
-  'pid', int(A.pid), 'hr', int(A.headroom), 'si', int(A.simulated), 'rg', int(NOW))
+  'pid', int(A.pid), 'hr', int(A.headroom), 'si', int(A.simulated))
 agent.publish(k, A.hosted)
 agent.note_seen(k)
 agent.renew(k)

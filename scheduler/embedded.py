@@ -107,10 +107,6 @@ class EmbeddedServer:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.returncode is None
-
     async def start(self, data_dir: Path, port: int | None = None, *, arguments: Sequence[str] = ()) -> None:
         """Start on `port`, by default a free one. `arguments` are further options of the server.
 

@@ -101,12 +101,11 @@ function agent.sample(k, s)
   end
   local overrun = math.max(0, s.allocated - k.re - k.jb)
   k.sm, k.to, k.dr, k.cx, k.fo, k.ov = s.read, s.total, s.driver, s.context, foreign, overrun
-  k.us, k.ow, k.al = s.used, s.own, s.allocated
   redis.call('HSET', key('card', k.id), 'sm', int(s.read), 'to', int(s.total), 'dr', int(s.driver), 'cx', int(s.context),
     'fo', int(foreign), 'ov', int(overrun), 'us', int(s.used), 'ow', int(s.own), 'al', int(s.allocated), 'rv', int(s.reserved))
 end
 
--- Puts a job back into the queue at its old place; its wait clock starts anew. counts: by the table.
+-- Puts a job back into the queue at its old place; its wait clock starts anew.
 function agent.requeue(id, j, event)
   if not job.set_state(id, j, event, 'ws', int(NOW)) then return false end
   count('requeued.' .. event)
@@ -307,7 +306,6 @@ end
 
 -- Ends a live job for its callers, wherever it is. The bytes of a handed-out job stay until the agent reports its end.
 function agent.end_job(id, j, event, extra)
-  local ended = false
   local k
   if j.s ~= 'queued' and j.d then
     k = lease.card(j.d)
@@ -322,10 +320,9 @@ function agent.end_job(id, j, event, extra)
       k = nil
     end
   end
-  ended = settle.job(id, j, event, extra)
+  settle.job(id, j, event, extra)
   if k then
     place.pump(k.id)
     wake(k.id)
   end
-  return ended
 end

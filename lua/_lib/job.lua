@@ -5,7 +5,8 @@
 --   d card, l lease, gr granted, rs run started, np times passed, rv card that is reserved for it, cr crashes, ls losses, oo OOM seen
 --   al alone, ab abandoned until, bl waits for the end of its key's former run, nx the job that waits for this one's end
 --   nc clients, c:<client> = worker, v:<client> = worker that watches, e:<client> = worker that watches events
---   st settled, co code, er detail, pk peak bytes, rt run ms, rb result bytes, rx result no longer stored, rq request id
+--   ve version that ran it, lb leased bytes, st settled, co code, er detail, ra when to come back (ms), pk peak bytes, rt run ms
+--   rb result bytes, rx result no longer stored, rq request id
 local job = {}
 
 local STREAM_TTL_MS = 120000

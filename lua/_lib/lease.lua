@@ -5,7 +5,7 @@ local lease = { BYTES = 1, JOB = 2, GRANTED = 3, HANDED = 4, STARTED = 5, ENDING
 
 local CARD_FIELDS = {
   'sid', 'op', 'ag', 'hr', 'sl', 'sm', 'to', 'dr', 'cx', 'fo', 'ov', 're', 'ex', 'li', 'jb', 'nj', 'fa',
-  'hj', 'hb', 'xl', 'cl', 'pk', 'us', 'ow', 'al', 'sf', 'dq',
+  'hj', 'hb', 'xl', 'cl', 'pk', 'sf', 'dq',
 }
 
 local cards_loaded = {}
@@ -17,7 +17,7 @@ function lease.card(id)
   local v = redis.call('HMGET', key('card', id), unpack(CARD_FIELDS))
   k = { id = id, models = {}, versions = {} }
   for i, name in ipairs(CARD_FIELDS) do k[name] = v[i] or '' end
-  for _, name in ipairs({ 'hr', 'sl', 'sm', 'to', 'dr', 'cx', 'fo', 'ov', 're', 'ex', 'li', 'jb', 'nj', 'hb', 'pk', 'us', 'ow', 'al', 'sf', 'dq' }) do
+  for _, name in ipairs({ 'hr', 'sl', 'sm', 'to', 'dr', 'cx', 'fo', 'ov', 're', 'ex', 'li', 'jb', 'nj', 'hb', 'pk', 'sf', 'dq' }) do
     k[name] = num(k[name])
   end
   k.fa = k.fa == '' and 1000 or num(k.fa)

@@ -65,7 +65,7 @@ function settle.outcome(id, j)
   return {
     id = id, state = j.s, model = j.m, version = j.ve or '', code = j.co or '', detail = j.er or '', card = j.d or '',
     wait_ms = math.max(0, total - run), run_ms = run, total_ms = total, leased = num(j.lb), peak = num(j.pk), attempts = num(j.a),
-    tenant = j.t, retry_ms = num(j.ra), stored = (j.rb and not j.rx) and 1 or 0,
+    retry_ms = num(j.ra),
   }
 end
 
