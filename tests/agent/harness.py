@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import secrets
@@ -10,10 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 
@@ -23,31 +21,11 @@ from scheduler.estimates import lease_bytes
 from scheduler.fingerprint import canonical
 from scheduler.models import CardView, HostedModel, JobView, Outcome, SubmitRequest
 from scheduler.store import Store
+from tests.waiting import PATIENCE_S, is_running, until
 
-T = TypeVar("T")
-PATIENCE_S = 45.0
 MODELS_FILE = Path(__file__).parent / "models_plain.py"
 CLOCKS = "session_s = 2.0\nbeat_s = 0.4\nabandon_grace_s = 2.0\n"
 AGENT = "cancel_grace_s = 0.5\nrelease_timeout_s = 10\ndrain_s = 10\n"
-
-
-async def until(claim: str, check: Callable[[], Awaitable[T | None]], *, patience_s: float = PATIENCE_S) -> T:
-    """Wait until `check` gives something; its truth is what `claim` says."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        found = await check()
-        if found:
-            return found
-        assert time.monotonic() < deadline, f"not within {patience_s:g} s: {claim}"
-        await asyncio.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process lives; one that is dead and not yet reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 class Agent:

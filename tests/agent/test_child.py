@@ -18,7 +18,8 @@ from gpu_agent.child_process import ChildFailed, ChildProcess, Setup, describe_e
 from gpu_agent.clock import ServerClock
 from gpu_agent.device.simulated import SimSpec, create_cards
 from gpu_agent.sampler import Sampler
-from tests.agent.harness import MODELS_FILE, is_running, until
+from tests.agent.harness import MODELS_FILE
+from tests.waiting import is_running, until
 
 MIB = 2**20
 

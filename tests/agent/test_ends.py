@@ -8,7 +8,8 @@ from pathlib import Path
 
 from gpu_agent.device.sim_card import Fault
 from scheduler import admission, gateways, inventory, jobs
-from tests.agent.harness import Agent, Caller, is_running, outputs, until
+from tests.agent.harness import Agent, Caller, outputs
+from tests.waiting import is_running, until
 
 
 async def test_a_killed_child_is_replaced_and_its_jobs_run_again(rough: Caller, rough_agent: Agent) -> None:

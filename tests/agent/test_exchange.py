@@ -22,7 +22,7 @@ from scheduler.fingerprint import canonical
 from scheduler.models import Beat, CardRegistration, Sample, SubmitRequest
 from scheduler.settings import Settings, load_settings
 from scheduler.store import Store
-from tests.agent.harness import until
+from tests.waiting import until
 from vramgate.errors import StoreUnavailable
 
 MIB = 2**20

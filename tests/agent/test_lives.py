@@ -15,8 +15,9 @@ from scheduler import admission, gateways, inventory, jobs
 from scheduler.settings import load_settings
 from scheduler.store import Store
 from tests.agent.conftest import Start
-from tests.agent.harness import Agent, Caller, is_running, outputs, until
+from tests.agent.harness import Agent, Caller, outputs
 from tests.conftest import TestServer
+from tests.waiting import is_running, until
 from vramgate.errors import StoreUnavailable
 
 SHADOWING = """

@@ -6,7 +6,8 @@ import asyncio
 import collections
 
 from scheduler import admission, jobs
-from tests.agent.harness import Agent, Caller, outputs, until
+from tests.agent.harness import Agent, Caller, outputs
+from tests.waiting import until
 
 
 async def test_a_job_runs_and_its_bytes_are_measured(caller: Caller) -> None:

@@ -6,13 +6,13 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import redis.asyncio
 
 from scheduler.embedded import EmbeddedServer, ServerError, find_server
+from tests.waiting import is_running, until
 
 OWNER = """
 import asyncio, sys
@@ -29,21 +29,6 @@ asyncio.run(main())
 """
 
 
-async def until(condition: str, holds: object) -> None:
-    assert callable(holds)
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline, f"within 10 s: {condition}"
-        await asyncio.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 async def test_data_survives_a_restart(tmp_path: Path) -> None:
     """What was written is there after a stop and a start over the same directory, and nothing is evicted."""
     for turn in range(2):
@@ -57,7 +42,7 @@ async def test_data_survives_a_restart(tmp_path: Path) -> None:
         pid = server.pid
         await server.stop()
         await server.stop()
-        assert pid is not None and not is_alive(pid)
+        assert pid is not None and not is_running(pid)
 
 
 async def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
@@ -113,10 +98,10 @@ async def test_no_orphan_when_the_owner_is_killed(tmp_path: Path) -> None:
     )
     assert owner.stdout is not None
     pid = int(await owner.stdout.readline())
-    assert is_alive(pid)
+    assert is_running(pid)
     owner.send_signal(signal.SIGKILL)
     await owner.wait()
-    await until("the server of a killed owner ends", lambda: not is_alive(pid))
+    await until("the server of a killed owner ends", lambda: not is_running(pid))
     server = EmbeddedServer()
     await server.start(tmp_path)
     await server.stop()

@@ -6,13 +6,13 @@ import asyncio
 import os
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import is_running, until
 from vramgate.cli import service_process
 from vramgate.cli.exits import Failure
 from vramgate.cli.processes import descendants
@@ -51,20 +51,6 @@ asyncio.run(main())
 """
 
 
-async def until(condition: str, holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline, f"within 10 s: {condition}"
-        await asyncio.sleep(0.02)
-
-
-def is_alive(pid: int | None) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @asynccontextmanager
 async def running(
     source: str, tmp_path: Path, *, stop_timeout_s: float = 5.0
@@ -98,7 +84,7 @@ async def test_one_that_does_not_end_is_killed(tmp_path: Path) -> None:
         await until("it is ready", lambda: "ready" in log.read_text())
         pid = service.pid
         await service.stop(asyncio.Event())
-        assert not is_alive(pid) and "did not end in time" in said[0]
+        assert pid is not None and not is_running(pid) and "did not end in time" in said[0]
 
 
 async def test_hurry_cuts_the_drain_short(tmp_path: Path) -> None:
@@ -151,5 +137,5 @@ async def test_no_orphan_when_the_owner_is_killed(tmp_path: Path) -> None:
     assert pid in descendants(owner.pid)
     owner.send_signal(signal.SIGKILL)
     await owner.wait()
-    await until("the service of a killed owner ends", lambda: not is_alive(pid))
+    await until("the service of a killed owner ends", lambda: not is_running(pid))
     assert log.read_text().splitlines()[-1] == "drained"

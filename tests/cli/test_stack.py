@@ -10,8 +10,7 @@ import json
 import os
 import signal
 import sys
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from scheduler import admission, inventory, jobs
 from scheduler.embedded import free_port
 from scheduler.store import Store
 from tests.ledger.fake_agent import request
+from tests.waiting import until
 from vramgate.cli import stack as stack_module
 from vramgate.cli import upfile
 from vramgate.cli.exits import Failure
@@ -30,13 +30,6 @@ from vramgate.cli.processes import descendants
 from vramgate.cli.stack import Plan, Stack
 
 ROOT = Path(__file__).parents[2]
-
-
-async def until(condition: str, holds: Callable[[], Awaitable[bool]], *, within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not await holds():
-        assert time.monotonic() < deadline, f"within {within_s:.0f} s: {condition}"
-        await asyncio.sleep(0.05)
 
 
 @pytest.fixture(autouse=True)

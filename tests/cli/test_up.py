@@ -9,13 +9,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scheduler.embedded import free_port
+from tests.waiting import is_running, wait_for
 from vramgate.cli.processes import descendants, environment
 
 ROOT = Path(__file__).parents[2]
@@ -75,13 +75,6 @@ def run(*arguments: str, cwd: Path, timeout_s: float = 60) -> subprocess.Complet
     )
 
 
-def until(condition: str, holds: Callable[[], bool], *, within_s: float = 60) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline, f"within {within_s:.0f} s: {condition}"
-        time.sleep(0.05)
-
-
 def read_until(process: subprocess.Popen[str], words: str) -> list[str]:
     """Lines of its output up to one that holds `words`."""
     assert process.stdout is not None
@@ -91,13 +84,6 @@ def read_until(process: subprocess.Popen[str], words: str) -> list[str]:
         if words in line:
             return lines
     raise AssertionError(f"it ended without saying {words!r}: {lines}")
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_from_up_to_ctrl_c(folder: Path, up: subprocess.Popen[str]) -> None:
@@ -120,7 +106,7 @@ def test_from_up_to_ctrl_c(folder: Path, up: subprocess.Popen[str]) -> None:
     assert any("VRAMGATE_SIM" in environment(pid) for pid in below), "the torch child is below `up`"
     up.send_signal(signal.SIGINT)
     assert up.wait(60) == 0
-    until("no process is left", lambda: not any(map(is_alive, below)), within_s=5)
+    wait_for("no process is left", lambda: not any(map(is_running, below)), patience_s=5)
     gone = run("cards", "--redis", "redis://127.0.0.1:1", cwd=folder)
     assert gone.returncode == 4
     assert not (folder / ".vramgate" / "up.json").exists()
@@ -133,7 +119,7 @@ def test_kill_of_up_leaves_nobody(folder: Path, up: subprocess.Popen[str]) -> No
     assert len(below) >= 5
     up.send_signal(signal.SIGKILL)
     up.wait()
-    until("no process of the killed `up` is left", lambda: not any(map(is_alive, below)))
+    wait_for("no process of the killed `up` is left", lambda: not any(map(is_running, below)))
 
 
 @pytest.mark.parametrize(

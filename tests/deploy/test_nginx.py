@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -14,21 +14,12 @@ import pytest
 from scheduler.settings import Settings
 from tests.deploy.nginx import CONFIGURATION, Proxy, free_port, render, run_nginx
 from tests.deploy.standin import StandIn
+from tests.waiting import until
 from vramgate import client as sdk
 from vramgate import errors
 
 MIB = 2**20
 WAIT_S = 10.0
-
-
-async def until(claim: Callable[[], bool], description: str) -> None:
-    """Wait for a condition; its description is the failure's message."""
-    try:
-        async with asyncio.timeout(WAIT_S):
-            while not claim():
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        raise AssertionError(f"never happened: {description}") from None
 
 
 @pytest.fixture
@@ -236,9 +227,9 @@ async def test_a_caller_who_leaves_is_seen_by_the_gateway(
     _, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
     writer.write(b"POST /v1/models/m/silent HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
     await writer.drain()
-    await until(lambda: gateways[0].count("silent") + gateways[1].count("silent") == 1, "the request arrived")
+    await until("the request arrived", lambda: gateways[0].count("silent") + gateways[1].count("silent") == 1)
     writer.close()
-    await until(lambda: gateways[0].left + gateways[1].left == 1, "the gateway saw its caller leave")
+    await until("the gateway saw its caller leave", lambda: gateways[0].left + gateways[1].left == 1)
 
 
 async def test_figures_are_not_those_of_a_random_gateway(
@@ -254,7 +245,7 @@ async def test_figures_are_not_those_of_a_random_gateway(
 async def test_a_request_is_one_line_of_fields(http: httpx.AsyncClient, proxy: Proxy) -> None:
     """The access log is JSON, one object a line, whatever the caller puts into its headers."""
     await http.get("/v1/cards", headers={"X-Request-Id": 'a"b\\c'})
-    await until(lambda: '"proxied"' in proxy.log.read_text(), "the access log was written")
+    await until("the access log was written", lambda: '"proxied"' in proxy.log.read_text())
     lines = [json.loads(line) for line in proxy.log.read_text().splitlines() if '"proxied"' in line]
     assert [(line["status"], line["uri"], line["request_id"]) for line in lines] == [
         (200, "/v1/cards", 'a"b\\c')

@@ -1,9 +1,8 @@
-"""Simulated cards of 512 MiB in a folder of the test's own, and waiting for a claim to become true."""
+"""Simulated cards of 512 MiB in a folder of the test's own."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,16 +27,3 @@ def device(card: SimulatedCard) -> Iterator[SimTorchDevice]:
     device = SimTorchDevice.open(card.child_environment()["VRAMGATE_SIM"])
     yield device
     device.close()
-
-
-@pytest.fixture
-def until() -> Callable[[str, Callable[[], bool]], None]:
-    """Wait until a claim holds; fails with the claim after 20 s."""
-
-    def wait(claim: str, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
-        while not holds():
-            assert time.monotonic() < deadline, f"never came true: {claim}"
-            time.sleep(0.005)
-
-    return wait

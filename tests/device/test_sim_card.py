@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,9 @@ from gpu_agent.device.listing import list_cards
 from gpu_agent.device.reading import CardUnreadable, DriverCard
 from gpu_agent.device.sim_card import CardFull, Fault, Holder, SimCardFile
 from gpu_agent.device.simulated import SimSpec, SimulatedCard, available_memory, create_cards
+from tests.waiting import wait_for
 
 MIB, GIB = 1024**2, 1024**3
-Until = Callable[[str, Callable[[], bool]], None]
 
 _HOLDER = """
 import sys, time
@@ -64,45 +63,45 @@ def test_a_stranger_appears_and_vanishes(card: SimulatedCard) -> None:
     assert card.read().used == 0
 
 
-def test_a_stranger_of_another_process_counts(card: SimulatedCard, tmp_path: Path, until: Until) -> None:
+def test_a_stranger_of_another_process_counts(card: SimulatedCard, tmp_path: Path) -> None:
     """A second process makes foreign use appear and vanish on the same card."""
     holder = _hold(card, tmp_path, 64 * MIB)
     try:
         assert card.read().processes == {holder.pid: 64 * MIB}
         assert holder.stdin is not None
         holder.stdin.close()
-        until("the stranger vanished", lambda: card.read().used == 0)
+        wait_for("the stranger vanished", lambda: card.read().used == 0)
     finally:
         holder.kill()
         holder.wait()
 
 
-def test_killed_memory_is_back_after_a_delay(tmp_path: Path, until: Until) -> None:
+def test_killed_memory_is_back_after_a_delay(tmp_path: Path) -> None:
     """Bytes of a killed process are in use at the first reading after its death, and come back later."""
     (card,) = create_cards(SimSpec.parse("1x512MiB,delay_ms=300"), host_dir=tmp_path)
     holder = _hold(card, tmp_path, 64 * MIB)
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     assert card.read().used == 64 * MIB
-    until("the bytes are back", lambda: card.read().used == 0)
+    wait_for("the bytes are back", lambda: card.read().used == 0)
 
 
-def test_a_zombie_is_dead(card: SimulatedCard, tmp_path: Path, until: Until) -> None:
+def test_a_zombie_is_dead(card: SimulatedCard, tmp_path: Path) -> None:
     """Memory comes back although nobody has waited for the killed process yet, as it does on a real card."""
     holder = _hold(card, tmp_path, 64 * MIB)
     os.kill(holder.pid, signal.SIGKILL)
-    until("the bytes are back", lambda: card.read().used == 0)
+    wait_for("the bytes are back", lambda: card.read().used == 0)
     holder.wait()
 
 
-def test_a_reused_pid_is_another_process(card: SimulatedCard, tmp_path: Path, until: Until) -> None:
+def test_a_reused_pid_is_another_process(card: SimulatedCard, tmp_path: Path) -> None:
     """A slot belongs to the pair of pid and start time, so a reused pid does not keep a dead one's bytes."""
     with card.stranger(64 * MIB):
         path = tmp_path / f"{card.uuid}.card"
         content = bytearray(path.read_bytes())
         content[4096 + 16] ^= 1  # the start time in the first slot
         path.write_bytes(content)
-        until("the bytes are back", lambda: card.read().used == 0)
+        wait_for("the bytes are back", lambda: card.read().used == 0)
 
 
 def test_a_full_card_refuses(card: SimulatedCard) -> None:
@@ -131,7 +130,7 @@ def _grow_and_shrink(path: Path, rounds: int) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def test_processes_do_not_lose_each_others_bytes(card: SimulatedCard, tmp_path: Path, until: Until) -> None:
+def test_processes_do_not_lose_each_others_bytes(card: SimulatedCard, tmp_path: Path) -> None:
     """Several processes that grow and shrink at once end with exactly what each of them holds."""
     path = tmp_path / f"{card.uuid}.card"
     context = multiprocessing.get_context("spawn")
@@ -139,7 +138,7 @@ def test_processes_do_not_lose_each_others_bytes(card: SimulatedCard, tmp_path: 
     for worker in workers:
         worker.start()
     try:
-        until("each holds 2 MiB", lambda: card.read().processes == {w.pid: 2 * MIB for w in workers})
+        wait_for("each holds 2 MiB", lambda: card.read().processes == {w.pid: 2 * MIB for w in workers})
     finally:
         for worker in workers:
             worker.kill()

@@ -19,9 +19,9 @@ from gpu_agent.device.sim_torch import SimTorchDevice
 from gpu_agent.device.simulated import SimSpec, SimulatedCard, create_cards
 from gpu_agent.device.torch_device import DeviceMismatch, TorchDevice, open_device
 from gpu_agent.device.verdict import Verdict, classify
+from tests.waiting import wait_for
 
 MIB = 1024**2
-Until = Callable[[str, Callable[[], bool]], None]
 
 
 def _mib(n: float) -> torch.Tensor:
@@ -281,7 +281,7 @@ input()
 """
 
 
-def test_a_killed_childs_memory_comes_back(card: SimulatedCard, until: Until) -> None:
+def test_a_killed_childs_memory_comes_back(card: SimulatedCard) -> None:
     """A child that is killed with tensors on the card is gone from it after the delay, context and all."""
     environment = {**os.environ, **card.child_environment()}
     child = subprocess.Popen(
@@ -294,7 +294,7 @@ def test_a_killed_childs_memory_comes_back(card: SimulatedCard, until: Until) ->
     finally:
         child.kill()
         child.wait()
-    until("context and segments are back", lambda: card.read().used == 0)
+    wait_for("context and segments are back", lambda: card.read().used == 0)
 
 
 def test_segments_change_with_the_allocators_hold(device: SimTorchDevice) -> None:

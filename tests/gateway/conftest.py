@@ -17,8 +17,8 @@ from gateway.context import Gateway
 from scheduler.models import HandedJob, HostedModel, Report
 from scheduler.settings import Settings
 from scheduler.store import Store
-from tests.gateway.waiting import until
 from tests.ledger.fake_agent import FakeAgent, ok
+from tests.waiting import until
 
 MIB = 2**20
 PICTURE: dict[str, object] = {
@@ -150,7 +150,7 @@ async def run_gateway(settings: Settings) -> AsyncIterator[Running]:
         uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
     )
     task = asyncio.create_task(server._serve([listener]))
-    await until(lambda: server.started, "the gateway listens")
+    await until("the gateway listens", lambda: server.started)
     port = listener.getsockname()[1]
     try:
         yield Running(f"http://127.0.0.1:{port}", port, app.state.gateway, server)

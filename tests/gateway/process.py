@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.gateway.waiting import until
+from tests.waiting import until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -76,7 +76,7 @@ async def run_service(*arguments: str) -> AsyncIterator[Service]:
     """A gateway that listens; killed at the end where it has not ended by itself."""
     service = await start(*arguments)
     try:
-        await until(lambda: bool(service.said("gateway_listens")), "the gateway listens", timeout_s=20)
+        await until("the gateway listens", lambda: bool(service.said("gateway_listens")))
         yield service
     finally:
         if service.process.returncode is None:

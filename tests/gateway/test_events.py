@@ -16,8 +16,8 @@ from scheduler import cards, jobs
 from scheduler.models import HandedJob, Report
 from scheduler.store import Store
 from tests.gateway.conftest import Answerer, Running
-from tests.gateway.waiting import until
 from tests.ledger.fake_agent import FakeAgent, failed, ok
+from tests.waiting import until
 from vramgate.errors import Malformed
 
 STREAM = {"Accept": "text/event-stream"}
@@ -140,13 +140,13 @@ async def test_a_requeue_resets_the_stream(http: httpx.AsyncClient, agent: FakeA
         return name in [event.name for event in heard]
 
     listener = asyncio.create_task(listen())
-    await until(lambda: bool(heard), "the listener is there")
+    await until("the listener is there", lambda: bool(heard))
     job = (await agent.claim())[0]
     agent.start(job)
     await agent.beat()
-    await until(lambda: is_told("running"), "running is told")
+    await until("running is told", lambda: is_told("running"))
     await agent.finish(Report(job.job_id, job.lease_id, "crashed"))
-    await until(lambda: is_told("reset"), "reset is told")
+    await until("reset is told", lambda: is_told("reset"))
     assert await agent.run_all() == 1
     await asyncio.wait_for(listener, 10)
     names = [event.name for event in heard if event.name != "queued"]
@@ -169,10 +169,10 @@ async def test_the_place_in_the_queue_is_told(http: httpx.AsyncClient, agent: Fa
                 heard.append(event)
 
     listener = asyncio.create_task(listen())
-    await until(lambda: bool(heard), "the listener is there")
+    await until("the listener is there", lambda: bool(heard))
     assert heard[0].name == "queued" and heard[0].data["position"] == 2
     await http.delete(waiting[0].headers["location"])
-    await until(lambda: heard[-1].data["position"] == 1, "the new position is told")
+    await until("the new position is told", lambda: heard[-1].data["position"] == 1)
     await agent.beat()
     await agent.run_all()
     await asyncio.wait_for(listener, 10)
@@ -194,7 +194,7 @@ async def test_a_listener_who_leaves_an_infer_stream_gives_the_job_up(
     async def is_cancelled() -> bool:
         return (await jobs.view(store, job_id)).state == "cancelled"
 
-    await until(is_cancelled, "the abandoned job is cancelled")
+    await until("the abandoned job is cancelled", is_cancelled)
     assert (await jobs.view(store, accepted.json()["id"])).state == "leased"
 
 

@@ -13,8 +13,8 @@ from scheduler import inventory, jobs
 from scheduler.models import HandedJob, Report
 from scheduler.store import Store
 from tests.gateway.conftest import Answerer, Running
-from tests.gateway.waiting import until
 from tests.ledger.fake_agent import FakeAgent, failed, ok
+from tests.waiting import until
 from vramgate import AsyncClient
 from vramgate.errors import InvalidInput
 
@@ -229,7 +229,7 @@ async def test_a_client_that_leaves_without_a_key_frees_its_bytes(
     async def is_free() -> bool:
         return not await inventory.leases(store)
 
-    await until(is_free, "the lease of the client that left is released")
+    await until("the lease of the client that left is released", is_free)
     page = await jobs.list_jobs(store)
     assert [view.state for view in page.data] == ["cancelled"]
     left = [record for record in caplog.records if record.getMessage() == "client_left"]
@@ -247,13 +247,13 @@ async def test_a_client_that_leaves_with_a_key_keeps_its_place(
     async def has_left() -> bool:
         return (await jobs.list_jobs(store)).data[0].clients == 0
 
-    await until(has_left, "the ledger was told that the client left")
+    await until("the ledger was told that the client left", has_left)
     retry = asyncio.create_task(http.post("/v1/models/echo/infer", json={"inputs": {}}, headers=headers))
 
     async def is_back() -> bool:
         return (await jobs.list_jobs(store)).data[0].clients == 1
 
-    await until(is_back, "the retry joined")
+    await until("the retry joined", is_back)
     assert await agent.run_all() == 1
     assert (await retry).status_code == 200
     assert len((await jobs.list_jobs(store)).data) == 1

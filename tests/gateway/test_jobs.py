@@ -10,8 +10,8 @@ import httpx
 from scheduler.models import HandedJob, Report
 from scheduler.store import Store
 from tests.gateway.conftest import Answerer, Running
-from tests.gateway.waiting import until
 from tests.ledger.fake_agent import FakeAgent, failed
+from tests.waiting import until
 
 LATER = {"Prefer": "respond-async"}
 
@@ -58,7 +58,7 @@ async def test_a_cancelled_job_ends_for_all_its_callers(http: httpx.AsyncClient,
     async def is_there() -> bool:
         return bool((await http.get("/v1/jobs")).json()["data"])
 
-    await until(is_there, "the job is stored")
+    await until("the job is stored", is_there)
     job_id = (await http.get("/v1/jobs")).json()["data"][0]["id"]
     for _ in range(2):
         deleted = await http.delete(f"/v1/jobs/{job_id}")
@@ -157,7 +157,7 @@ async def test_forced_cancel_reaches_the_agent(http: httpx.AsyncClient, answerer
 
     answerer.handler = never
     job = await submit(http)
-    await until(lambda: bool(answerer.seen), "the job runs")
+    await until("the job runs", lambda: bool(answerer.seen))
     deleted = await http.delete(f"/v1/jobs/{job['id']}?force=true")
     assert (deleted.status_code, deleted.json()["state"]) == (202, "cancelled")
-    await until(lambda: answerer.cancelled == [job["id"]], "the agent was told")
+    await until("the agent was told", lambda: answerer.cancelled == [job["id"]])

@@ -18,8 +18,8 @@ from scheduler.store import Store
 from tests.conftest import TestServer
 from tests.gateway.conftest import Answerer, Gate
 from tests.gateway.process import Service, refused, run_service
-from tests.gateway.waiting import until
 from tests.ledger.fake_agent import FakeAgent
+from tests.waiting import until
 
 
 def options(settings: Settings, *, workers: int = 1, drain: str = "0.2", grace: str = "5") -> tuple[str, ...]:
@@ -47,7 +47,7 @@ async def test_workers_share_a_port_and_their_counts(
 ) -> None:
     """Two workers answer on one address; /metrics counts all, whichever worker is asked; the end is clean."""
     async with run_service(*options(settings, workers=2)) as service:
-        await until(lambda: answers(service), "a worker answers")
+        await until("a worker answers", lambda: answers(service))
         for _ in range(20):
             async with httpx.AsyncClient(base_url=service.url, timeout=10) as http:
                 assert (await infer(http)).status_code == 200
@@ -65,23 +65,23 @@ async def test_workers_share_a_port_and_their_counts(
 async def test_a_worker_that_dies_is_replaced(settings: Settings, store: Store, agent: FakeAgent) -> None:
     """kill -9 of one worker: the other goes on, and a new one is started."""
     async with run_service(*options(settings, workers=2)) as service:
-        await until(lambda: answers(service), "a worker answers")
-        await until(lambda: len(service.workers()) == 2, "both workers are there")
+        await until("a worker answers", lambda: answers(service))
+        await until("both workers are there", lambda: len(service.workers()) == 2)
         killed = service.workers()[0]
         os.kill(killed, signal.SIGKILL)
         await until(
-            lambda: killed not in service.workers() and len(service.workers()) == 2,
             "a worker takes its place",
+            lambda: killed not in service.workers() and len(service.workers()) == 2,
         )
         assert service.said("gateway_worker_died")
-        await until(lambda: answers(service), "the gateway answers")
+        await until("the gateway answers", lambda: answers(service))
         assert await service.end() == 0
 
 
 async def test_workers_end_with_their_parent(settings: Settings, store: Store, agent: FakeAgent) -> None:
     """kill -9 of the parent: its workers close the port at once and end."""
     async with run_service(*options(settings, workers=2, grace="1")) as service:
-        await until(lambda: answers(service), "a worker answers")
+        await until("a worker answers", lambda: answers(service))
         workers = service.workers()
         shared = _metrics_folder(workers[0])
         assert shared.is_dir()
@@ -91,8 +91,8 @@ async def test_workers_end_with_their_parent(settings: Settings, store: Store, a
             with socket.socket() as probe:
                 return probe.connect_ex(("127.0.0.1", service.port)) != 0
 
-        await until(is_free, "the port is free")
-        await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "the workers are gone")
+        await until("the port is free", is_free)
+        await until("the workers are gone", lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
         assert not shared.exists()
 
 
@@ -112,16 +112,16 @@ async def test_a_clean_end_says_so_first_and_finishes_what_waits(
         run_service(*options(settings, drain="1", grace="10")) as service,
         httpx.AsyncClient(base_url=service.url, timeout=20) as http,
     ):
-        await until(lambda: answers(service), "the gateway answers")
+        await until("the gateway answers", lambda: answers(service))
         waiting = asyncio.create_task(infer(http))
-        await until(lambda: bool(answerer.seen), "the job runs")
+        await until("the job runs", lambda: bool(answerer.seen))
         service.process.send_signal(signal.SIGTERM)
-        await until(lambda: bool(service.said("gateway_drains")), "the gateway drains")
+        await until("the gateway drains", lambda: bool(service.said("gateway_drains")))
         async with httpx.AsyncClient(base_url=service.url, timeout=5) as other:
             told = await other.get("/readyz?scope=gateway")
         assert (told.status_code, told.json()["code"]) == (503, "draining")
 
-        await until(lambda: _refuses(service.port), "the port is closed")
+        await until("the port is closed", lambda: _refuses(service.port))
         assert not waiting.done()
         gate.open()
         assert (await waiting).json()["outputs"] == "ok"
@@ -138,23 +138,23 @@ async def test_what_a_grace_does_not_finish_is_joined_elsewhere(
 ) -> None:
     """503 draining at the end of the grace; the retry under the key joins the same job at another gateway."""
     async with run_service(*options(settings, drain="0", grace="0.3")) as first:
-        await until(lambda: answers(first), "the first gateway answers")
+        await until("the first gateway answers", lambda: answers(first))
         async with httpx.AsyncClient(base_url=first.url, timeout=20) as http:
             waiting = asyncio.create_task(infer(http, "k"))
-            await until(lambda: bool(answerer.seen), "the job runs")
+            await until("the job runs", lambda: bool(answerer.seen))
             first.process.send_signal(signal.SIGTERM)
             told = await waiting
         assert (told.status_code, told.json()["code"]) == (503, "draining")
         assert await asyncio.wait_for(first.process.wait(), 10) == 0
     async with run_service(*options(settings)) as second:
-        await until(lambda: answers(second), "the second gateway answers")
+        await until("the second gateway answers", lambda: answers(second))
         async with httpx.AsyncClient(base_url=second.url, timeout=20) as http:
             retry = asyncio.create_task(infer(http, "k"))
 
             async def has_joined() -> bool:
                 return (await inventory.totals(store)).get("joined", 0) == 1
 
-            await until(has_joined, "the retry joined")
+            await until("the retry joined", has_joined)
             gate.open()
             assert (await retry).json()["id"] == told.headers["x-job-id"]
     assert len((await jobs.list_jobs(store)).data) == 1
@@ -165,21 +165,21 @@ async def test_one_key_through_two_gateways_runs_once_though_one_is_killed(
 ) -> None:
     """50 callers of one key at both; the one that took it is killed -9; all who retry get the one answer."""
     async with run_service(*options(settings)) as first, run_service(*options(settings)) as second:
-        await until(lambda: answers(first), "the first gateway answers")
-        await until(lambda: answers(second), "the second gateway answers")
+        await until("the first gateway answers", lambda: answers(first))
+        await until("the second gateway answers", lambda: answers(second))
         async with (
             httpx.AsyncClient(base_url=first.url, timeout=20) as one,
             httpx.AsyncClient(base_url=second.url, timeout=20) as other,
         ):
             taken = asyncio.create_task(infer(one, "k"))
 
-            await until(lambda: bool(answerer.seen), "the first gateway took the job")
+            await until("the first gateway took the job", lambda: bool(answerer.seen))
             calls = [asyncio.create_task(infer((one, other)[at % 2], "k")) for at in range(50)]
 
             async def all_joined() -> bool:
                 return (await jobs.list_jobs(store)).data[0].clients == 51
 
-            await until(all_joined, "all callers wait for one job")
+            await until("all callers wait for one job", all_joined)
             first.process.kill()
             cut = await asyncio.gather(taken, *calls[::2], return_exceptions=True)
             assert all(isinstance(answer, httpx.TransportError) for answer in cut)
@@ -232,7 +232,7 @@ async def test_it_starts_without_a_server(own_server: TestServer, settings: Sett
     own_server.kill()
     lonely = settings.model_copy(update={"redis_url": own_server.url})
     async with run_service(*options(lonely)) as service:
-        await until(lambda: answers(service), "the gateway answers")
+        await until("the gateway answers", lambda: answers(service))
         async with httpx.AsyncClient(base_url=service.url, timeout=10) as http:
             response = await infer(http)
             assert (response.status_code, response.json()["code"]) == (503, "store_unavailable")
@@ -241,7 +241,7 @@ async def test_it_starts_without_a_server(own_server: TestServer, settings: Sett
             async def is_found() -> bool:
                 return (await http.get("/v1/cards")).status_code == 200
 
-            await until(is_found, "the server is found")
+            await until("the server is found", is_found)
         assert len(service.said("store_unavailable")) == 1 and len(service.said("store_answers")) == 1
         assert await service.end() == 0
 
@@ -268,18 +268,18 @@ async def test_a_second_signal_hurries(
 ) -> None:
     """It cuts the drain and the grace short; those who wait are still told draining."""
     async with run_service(*options(settings, workers=workers, drain="30", grace="30")) as service:
-        await until(lambda: answers(service), "the gateway answers")
+        await until("the gateway answers", lambda: answers(service))
         async with httpx.AsyncClient(base_url=service.url, timeout=20) as http:
             waiting = asyncio.create_task(infer(http, "k"))
-            await until(lambda: bool(answerer.seen), "the job runs")
+            await until("the job runs", lambda: bool(answerer.seen))
             service.process.send_signal(signal.SIGTERM)
-            await until(lambda: len(service.said("gateway_drains")) == workers, "all workers drain")
+            await until("all workers drain", lambda: len(service.said("gateway_drains")) == workers)
 
             async def is_told() -> bool:
                 service.process.send_signal(signal.SIGTERM)
                 await asyncio.wait({waiting}, timeout=0.3)
                 return waiting.done()
 
-            await until(is_told, "the one who waits is told")
+            await until("the one who waits is told", is_told)
             assert (await waiting).json()["code"] == "draining"
         assert await asyncio.wait_for(service.process.wait(), 10) == 0

@@ -17,9 +17,9 @@ from scheduler.settings import Settings
 from scheduler.store import Store
 from tests.conftest import TestServer
 from tests.gateway.conftest import MIB, MODELS, Answerer, Running, run_gateway
-from tests.gateway.waiting import until
 from tests.invariants import check_pool
 from tests.ledger.fake_agent import FakeAgent
+from tests.waiting import until
 from vramgate.errors import TABLE, StoreUnavailable, by_code
 
 
@@ -46,7 +46,7 @@ async def test_a_ready_card_makes_the_service_ready(http: httpx.AsyncClient, ans
     async def is_ready() -> bool:
         return (await http.get("/readyz")).status_code == 200
 
-    await until(is_ready, "the service is ready")
+    await until("the service is ready", is_ready)
 
 
 async def test_metrics_show_the_gateway_and_the_pool(http: httpx.AsyncClient, answerer: Answerer) -> None:
@@ -134,7 +134,7 @@ async def test_without_a_server_requests_are_503_until_there_is_one(
         async def answers() -> bool:
             return (await http.get("/v1/cards")).status_code == 200
 
-        await until(answers, "the gateway has found the server")
+        await until("the gateway has found the server", answers)
         assert (await http.get("/readyz")).json()["code"] == "no_ready_card"
 
 
@@ -159,7 +159,7 @@ async def test_a_server_that_freezes_is_503_and_back(own_server: TestServer, set
         async def answers() -> bool:
             return (await http.get("/v1/cards")).status_code == 200
 
-        await until(answers, "the gateway speaks to the server again")
+        await until("the gateway speaks to the server again", answers)
 
 
 async def test_a_silent_job_does_not_lose_its_caller(
@@ -169,7 +169,7 @@ async def test_a_silent_job_does_not_lose_its_caller(
     waiting = asyncio.create_task(
         http.post("/v1/models/echo/infer", json={"inputs": {}}, headers={"Idempotency-Key": "k"})
     )
-    await until(lambda: running.gateway.lifecycle.waiting == 1, "the request waits")
+    await until("the request waits", lambda: running.gateway.lifecycle.waiting == 1)
     running.gateway.lifecycle.close()
     told = await waiting
     assert (told.status_code, told.json()["code"]) == (503, "draining")
@@ -181,7 +181,7 @@ async def test_a_silent_job_does_not_lose_its_caller(
         retry = asyncio.create_task(
             client.post("/v1/models/echo/infer", json={"inputs": {}}, headers={"Idempotency-Key": "k"})
         )
-        await until(lambda: other.gateway.lifecycle.waiting == 1, "the retry waits at another gateway")
+        await until("the retry waits at another gateway", lambda: other.gateway.lifecycle.waiting == 1)
         assert await agent.run_all() == 1
         assert (await retry).json()["id"] == told.headers["x-job-id"]
 
@@ -194,7 +194,7 @@ async def test_who_waits_outlives_a_server_that_is_killed(own_server: TestServer
     await agent.register()
     async with run_gateway(elsewhere) as started, httpx.AsyncClient(base_url=started.url, timeout=30) as http:
         waiting = asyncio.create_task(http.post("/v1/models/echo/infer", json={"inputs": {}}))
-        await until(lambda: started.gateway.lifecycle.waiting == 1, "the request waits")
+        await until("the request waits", lambda: started.gateway.lifecycle.waiting == 1)
         # everysec: what was written in the last second may be lost with the server.
         await store.redis.config_set("appendfsync", "always")
         await store.redis.set("flushed", "1", px=1000)
@@ -211,7 +211,7 @@ async def test_who_waits_outlives_a_server_that_is_killed(own_server: TestServer
                 return False
             return True
 
-        await until(is_back, "the agent speaks to the server again")
+        await until("the agent speaks to the server again", is_back)
         assert await agent.run_all() == 1
         answer = await waiting
         assert (answer.status_code, answer.json()["outputs"]) == (200, "ok"), answer.text
@@ -246,6 +246,6 @@ async def test_a_submit_of_unknown_outcome_leaves_no_job(own_server: TestServer,
                 return False
             return bool(page.data or tombs) and all(view.state == "cancelled" for view in page.data)
 
-        await until(is_settled, "the job was cancelled, or its submit is refused when it comes")
+        await until("the job was cancelled, or its submit is refused when it comes", is_settled)
     await check_pool(store)
     await store.close()

@@ -9,8 +9,8 @@ import pytest
 from scheduler import admission, inventory, jobs
 from scheduler.gateways import gateway_beat
 from scheduler.store import Store
-from tests.ledger.conditions import until
 from tests.ledger.fake_agent import GIB, FakeAgent, ok, request, said
+from tests.waiting import until
 
 
 async def _settled(store: Store, job_id: str) -> bool:
@@ -27,7 +27,7 @@ async def test_a_wait_over_the_limit_expires_with_a_promise(store: Store) -> Non
     await admission.submit(store, request())
     short = await admission.submit(store, request(max_wait_ms=300))
     patient = await admission.submit(store, request())
-    await until(lambda: _settled(store, short.job_id), "the wait clock passed")
+    await until("the wait clock passed", lambda: _settled(store, short.job_id))
     view = await jobs.view(store, short.job_id)
     assert (view.state, view.code) == ("expired", "wait_timeout")
     assert view.settled_ms is not None and 300 <= view.settled_ms - view.created_ms < 800
@@ -63,7 +63,7 @@ async def test_a_model_without_a_ready_card_says_so(store: Store) -> None:
     asked = await admission.submit(store, request(max_wait_ms=50))
     assert asked.state == "queued"
     assert (await jobs.view(store, asked.job_id)).why == "no_ready_card"
-    await until(lambda: _settled(store, asked.job_id), "the wait clock passed")
+    await until("the wait clock passed", lambda: _settled(store, asked.job_id))
     assert (await jobs.view(store, asked.job_id)).code == "no_ready_card"
 
 
@@ -78,7 +78,7 @@ async def test_the_wait_clock_goes_on_while_a_job_is_leased_and_not_started(stor
     await asyncio.sleep(0.1)
     await agent.beat()
     assert (await jobs.view(store, asked.job_id)).state == "leased", "the run clock has not begun"
-    await until(lambda: _settled(store, asked.job_id), "the wait clock passed")
+    await until("the wait clock passed", lambda: _settled(store, asked.job_id))
     view = await jobs.view(store, asked.job_id)
     assert view.code == "wait_timeout"
     answer = await agent.beat()
@@ -99,7 +99,7 @@ async def test_the_run_clock_starts_with_the_reported_start(store: Store) -> Non
     answer = await agent.beat()
     view = await jobs.view(store, asked.job_id)
     assert (view.state, view.started_ms) == ("running", answer.now_ms - 100)
-    await until(lambda: _settled(store, asked.job_id), "the run clock passed")
+    await until("the run clock passed", lambda: _settled(store, asked.job_id))
     view = await jobs.view(store, asked.job_id)
     assert (view.state, view.code) == ("failed", "run_timeout")
     assert view.settled_ms is not None and view.started_ms is not None
@@ -139,7 +139,7 @@ async def test_a_requeue_resets_the_wait_clock_and_never_the_total_one(store: St
         last_wait = max(last_wait, view.wait_started_ms)
         return await _settled(store, asked.job_id)
 
-    await until(give_back, "the total clock passed", pause_s=0.1)
+    await until("the total clock passed", give_back, pause_s=0.1)
     view = await jobs.view(store, asked.job_id)
     assert (view.state, view.code) == ("expired", "total_timeout")
     assert last_wait > first.wait_started_ms + 300, "waited longer than one limit in all"
@@ -155,7 +155,7 @@ async def test_a_running_job_past_its_total_limit_is_ended_by_force(store: Store
     (job,) = await agent.claim()
     agent.start(job)
     await agent.beat()
-    await until(lambda: _settled(store, asked.job_id), "the total clock passed")
+    await until("the total clock passed", lambda: _settled(store, asked.job_id))
     assert (await jobs.view(store, asked.job_id)).code == "total_timeout"
     assert [each.force for each in (await agent.beat()).cancels] == [True]
     await agent.finish(said(job, "ended"))

@@ -6,9 +6,9 @@ from scheduler import admission, cards, inventory, jobs
 from scheduler.gateways import gateway_beat
 from scheduler.models import OutcomeKind
 from scheduler.store import Store
-from tests.ledger.conditions import until
 from tests.ledger.conftest import Tuned
 from tests.ledger.fake_agent import GIB, FakeAgent, ok, request, said
+from tests.waiting import until
 
 
 async def _submit(store: Store, number: int = 1, *, total_timeout_ms: int = 100_000) -> list[str]:
@@ -118,7 +118,7 @@ async def _lose(store: Store, agent: FakeAgent) -> None:
         await gateway_beat(store, "w1")
         return (await jobs.view(store, job_id)).state in ("queued", "failed")
 
-    await until(is_requeued, "the session ended")
+    await until("the session ended", is_requeued)
     agent.renew()
     await agent.register()
 

@@ -11,8 +11,8 @@ from scheduler.gateways import gateway_beat
 from scheduler.models import SubmitRequest
 from scheduler.settings import Settings
 from scheduler.store import Store
-from tests.ledger.conditions import until
 from tests.ledger.fake_agent import GIB, FakeAgent, failed, ok, request, said
+from tests.waiting import until
 from vramgate import errors
 
 
@@ -65,7 +65,7 @@ async def test_a_key_of_an_answer_that_is_not_pinned_is_free(store: Store, kind:
         (job,) = await agent.claim()
         await agent.finish(failed(job, "internal"))
     else:
-        await until(lambda: _is(store, first.job_id, "expired"), "the wait clock passed")
+        await until("the wait clock passed", lambda: _is(store, first.job_id, "expired"))
     again = await admission.submit(store, request(key="k"))
     assert again.how == "stored" and again.job_id != first.job_id
 
@@ -168,7 +168,7 @@ async def test_abandonment_past_the_grace_cancels(store: Store) -> None:
     first = await admission.submit(store, asked)
     await _abandon(store, asked, job_id=first.job_id)
     deadline = (await jobs.view(store, first.job_id)).deadline_ms
-    await until(lambda: _is(store, first.job_id, "cancelled"), "the grace passed")
+    await until("the grace passed", lambda: _is(store, first.job_id, "cancelled"))
     view = await jobs.view(store, first.job_id)
     assert view.settled_ms is not None and deadline is not None
     assert deadline <= view.settled_ms < deadline + 1000

@@ -13,9 +13,9 @@ from scheduler import keys as keys_module
 from scheduler.gateways import gateway_beat, gateway_leave
 from scheduler.keys import Keys
 from scheduler.store import Store, pack
-from tests.ledger.conditions import until
 from tests.ledger.conftest import Tuned
 from tests.ledger.fake_agent import MIB, FakeAgent, failed, hosted, ok, request
+from tests.waiting import until
 
 DRAWN = set(re.findall(r"^vg:\{pool\}:(\w+)", keys_module.__doc__ or "", re.MULTILINE))
 
@@ -103,7 +103,7 @@ async def test_expiry_leaves_nothing_of_a_job(tuned: Tuned) -> None:
         await gateway_beat(store, "w1")
         return not await store.redis.zcard(store.keys.name("jobs"))
 
-    await until(is_gone, "every record expired")
+    await until("every record expired", is_gone)
     assert (await jobs.list_jobs(store)).data == ()
     await gateway_leave(store, "w1")
     await cards.leave(store, card=agent.card, session=agent.session)

@@ -11,9 +11,9 @@ import pytest
 from scheduler import admission, cards, inventory, jobs, results
 from scheduler.models import HandedJob, Report
 from scheduler.store import Store
-from tests.ledger.conditions import until
 from tests.ledger.conftest import Tuned
 from tests.ledger.fake_agent import MIB, FakeAgent, failed, ok, request
+from tests.waiting import until
 from vramgate import errors
 
 TIMEOUT_S = 10
@@ -82,7 +82,7 @@ async def test_an_answer_that_overtakes_the_reply_of_submit_is_kept(
     """The caller asks a moment after its job was settled and is answered at once."""
     asked = await admission.submit(store, request())
     await agent.run_all()
-    await until(lambda: _has_read(reader), "the reader has read its stream")
+    await until("the reader has read its stream", lambda: _has_read(reader))
     outcome = await asyncio.wait_for(reader.expect(asked.job_id), TIMEOUT_S)
     assert outcome.state == "succeeded"
 

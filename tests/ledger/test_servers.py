@@ -20,8 +20,8 @@ from scheduler.settings import Settings, load_settings
 from scheduler.store import BadStore, Store
 from tests.conftest import TestServer
 from tests.invariants import check_pool
-from tests.ledger.conditions import until
 from tests.ledger.fake_agent import MIB, FakeAgent, ok, request, said
+from tests.waiting import until
 from vramgate import errors
 
 
@@ -231,7 +231,7 @@ async def test_the_dead_are_reaped_after_the_grace(hurt: Store, own_server: Test
         ended = (await gateway_beat(hurt, "w1")).now_ms
         return (await inventory.card(hurt, agent.card)).state == "lost"
 
-    await until(is_lost, "the dead agent is lost", pause_s=0.1)
+    await until("the dead agent is lost", is_lost, pause_s=0.1)
     assert 1000 <= ended - began <= 3500
 
 

@@ -9,9 +9,9 @@ import pytest
 from scheduler import admission, cards, inventory, jobs
 from scheduler.gateways import gateway_beat, gateway_leave
 from scheduler.store import Store
-from tests.ledger.conditions import until
 from tests.ledger.conftest import Tuned
 from tests.ledger.fake_agent import GIB, FakeAgent, ok, request, said
+from tests.waiting import until
 
 
 async def _card_state(store: Store, expected: str) -> bool:
@@ -60,7 +60,7 @@ async def test_a_silent_agent_is_lost_and_its_job_runs_elsewhere(tuned: Tuned) -
         await other.beat()
         return (await inventory.card(store, "GPU-a")).state == "lost"
 
-    await until(is_lost, "the silent card is lost")
+    await until("the silent card is lost", is_lost)
     assert silent.now_ms - heard_ms >= 990, "not before its session ended"
     views = [await jobs.view(store, each.job_id) for each in (running, prefetched)]
     assert [(view.card, view.losses, view.crashes) for view in views] == [("GPU-b", 1, 0), ("GPU-b", 0, 0)]
@@ -78,7 +78,7 @@ async def test_an_agent_that_wakes_up_past_its_session_settles_nothing(tuned: Tu
     await agent.register()
     asked = await admission.submit(store, request())
     (job,) = await agent.claim()
-    await until(lambda: _card_state(store, "lost"), "the agent's session ended")
+    await until("the agent's session ended", lambda: _card_state(store, "lost"))
     for call in (agent.claim(), agent.finish(ok(job)), agent.beat(), agent.down(said(job, "killed"))):
         with pytest.raises(cards.SessionLost):
             await call
@@ -187,7 +187,7 @@ async def test_a_gateway_that_dies_takes_its_keyless_callers_along(tuned: Tuned)
         await gateway_beat(store, "w1")
         return all([(await jobs.view(store, each.job_id)).state == "cancelled" for each in lost])
 
-    await until(are_cancelled, "the dead gateway's jobs are cancelled")
+    await until("the dead gateway's jobs are cancelled", are_cancelled)
     assert [(await jobs.view(store, each.job_id)).state for each in kept] == ["queued"] * 3
 
 
@@ -225,7 +225,7 @@ async def test_a_retry_does_not_wait_for_a_run_whose_agent_is_lost(tuned: Tuned)
         await other.beat()
         return (await jobs.view(store, retry.job_id)).state == "leased"
 
-    await until(is_leased, "the retry is leased")
+    await until("the retry is leased", is_leased)
     assert await other.run_all() == 1
 
 

@@ -15,8 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -27,11 +25,11 @@ import httpx
 from scheduler.embedded import bound_to_owner
 from scheduler.settings import Settings, load_settings
 from tests.conftest import TestServer
+from tests.waiting import PATIENCE_S, is_running, wait_for
 from vramgate.cli.processes import descendants
 
 ROOT = Path(__file__).parents[2]
 MODELS_FILE = Path(__file__).with_name("models.py")
-PATIENCE_S = 60.0
 SESSION_S = 2.0
 CONFIGURATION = f"""
 [clocks]
@@ -60,15 +58,6 @@ concurrency = 1
 MODELS = frozenset({"work", "deaf", "batch", "one"})
 
 
-def wait_for(claim: str, holds: Callable[[], Any], *, patience_s: float = PATIENCE_S) -> Any:
-    """Poll until `holds()` is true, and give what it gave."""
-    deadline = time.monotonic() + patience_s
-    while not (found := holds()):
-        assert time.monotonic() < deadline, f"not within {patience_s:g} s: {claim}"
-        time.sleep(0.02)
-    return found
-
-
 def stable_port(*, in_a_row: int = 1) -> int:
     """The first of some free ports that no outgoing connection is given: they stay free over a restart."""
     while True:
@@ -80,14 +69,6 @@ def stable_port(*, in_a_row: int = 1) -> int:
         except OSError:
             continue
         return first
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process lives; one that is dead and not yet reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @dataclass(slots=True)

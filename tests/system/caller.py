@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-import time
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 
 from scheduler import inventory, jobs
 from scheduler.models import CardView, JobView
 from scheduler.store import Store
-from tests.system.box import MODELS, PATIENCE_S, Box
+from tests.system.box import MODELS, Box
+from tests.waiting import until
 from vramgate.client import AsyncClient
 
-T = TypeVar("T")
 Json = dict[str, Any]
-
-
-async def until(claim: str, check: Callable[[], Awaitable[T | None]], *, patience_s: float = PATIENCE_S) -> T:
-    """Wait until `check` gives something; its truth is what `claim` says."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        found = await check()
-        if found:
-            return found
-        assert time.monotonic() < deadline, f"not within {patience_s:g} s: {claim}"
-        await asyncio.sleep(0.02)
 
 
 def new_tag() -> str:

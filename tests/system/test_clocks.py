@@ -13,8 +13,9 @@ import pytest
 
 from scheduler.models import JobView
 from tests.system.box import CONFIGURATION
-from tests.system.caller import Caller, new_tag, until
+from tests.system.caller import Caller, new_tag
 from tests.system.whole import check_whole
+from tests.waiting import until
 
 JOB_S = 0.5
 QUEUE = 20

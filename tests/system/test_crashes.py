@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from scheduler.models import JobView
-from tests.system.box import SESSION_S, event_ms, is_running
-from tests.system.caller import Caller, new_tag, until
+from tests.system.box import SESSION_S, event_ms
+from tests.system.caller import Caller, new_tag
+from tests.waiting import is_running, until
 from vramgate.client import Answer, AsyncClient
 
 

@@ -6,7 +6,8 @@ import asyncio
 
 import httpx
 
-from tests.system.caller import Caller, new_tag, until
+from tests.system.caller import Caller, new_tag
+from tests.waiting import until
 
 
 async def test_one_key_sent_fifty_times_at_once_runs_once(caller: Caller) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.system.box import MODELS_FILE, PATIENCE_S, is_running, stable_port, wait_for
+from tests.system.box import MODELS_FILE, stable_port
+from tests.waiting import PATIENCE_S, is_running, wait_for
 from vramgate.cli.processes import descendants
 
 VRAMGATE = [sys.executable, "-P", "-m", "vramgate.cli.main"]

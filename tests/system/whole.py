@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler.models import CardView
-from tests.system.caller import Caller, until
+from tests.system.caller import Caller
+from tests.waiting import until
 
 
 @dataclass(frozen=True, slots=True)
