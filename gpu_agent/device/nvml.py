@@ -55,7 +55,6 @@ class NvmlCard:
         self.product = product
         self.total = total
         self.remark = "" if total else "the driver does not report this card's memory, so it admits nothing"
-        self._is_mig = is_mig
         self._handle: Any = None
         self._events: Any = None
         self._has_events = not is_mig

@@ -73,12 +73,6 @@ class StorageRegistry:
             booking.nbytes, booking.block = nbytes, block
             return True
 
-    def unbook(self, storage: torch.UntypedStorage) -> None:
-        """Stop counting a storage that lives on."""
-        booking = self._bookings.pop(storage._cdata, None)
-        if booking is not None:
-            self._bury(booking)
-
     def hold(self, nbytes: int, *, stream: int) -> Block | None:
         """Take card bytes without a storage; None when the card is full."""
         with self.settled() as allocator:

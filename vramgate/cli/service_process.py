@@ -56,7 +56,6 @@ class ServiceProcess:
         self._environment = {**os.environ, **(environment or {})}
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._is_stopping = False
         self.starts = 0
 
     @property
@@ -84,7 +83,6 @@ class ServiceProcess:
         """SIGTERM, time to drain (none once `hurry` is set), SIGKILL. Returns when the process is gone.
         Idempotent.
         """
-        self._is_stopping = True
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)

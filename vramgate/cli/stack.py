@@ -132,8 +132,7 @@ class Stack:
         """The cards as the ledger knows them. Raises StoreUnavailable."""
         store = await Store.connect(self.settings, max_connections=2)
         try:
-            cards: tuple[CardView, ...] = await inventory.cards(store)
-            return cards
+            return await inventory.cards(store)
         finally:
             await store.close()
 
