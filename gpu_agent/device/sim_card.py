@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vramgate.pids import start_of
+
 _MAGIC = int.from_bytes(b"vgsim-01", "little")
 _WORD = struct.Struct("<Q")
 _WORDS = struct.Struct("<6Q")
@@ -206,7 +208,7 @@ class SimCardFile:
         Raises CardFull, and ProcessLookupError when there is no such process.
         """
         pid = os.getpid() if pid is None else pid
-        started = _start_of(pid)
+        started = start_of(pid)
         if started is None:
             raise ProcessLookupError(f"no process {pid} that could hold bytes of {self.uuid}")
         with self._locked():
@@ -306,7 +308,7 @@ class SimCardFile:
         delay_ns = self._get(_Field.RETURN_DELAY_MS) * 1_000_000
         for slot in list(self._slots()):
             if slot.dead_since_ns == 0:
-                if _start_of(slot.pid) != slot.started:
+                if start_of(slot.pid) != slot.started:
                     replace(slot, dead_since_ns=now).write(self._map)
             elif now - slot.dead_since_ns >= delay_ns:
                 _Slot(slot.number, Holder.FREE, 0, 0, 0, 0, 0).write(self._map)
@@ -320,29 +322,3 @@ def _write_new(path: Path, uuid: str) -> None:
     fresh = path.with_suffix(f".{os.getpid()}")
     fresh.write_bytes(blank)
     fresh.replace(path)
-
-
-def _start_of(pid: int) -> int | None:
-    """When a live process started, in the kernel's ticks; None where there is none, zombies included.
-
-    The pair with the pid tells a process from a later one of the same number. Without /proc every start is 0.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        if Path("/proc/self/stat").exists():
-            return None
-        return _start_without_proc(pid)
-    # The command name is in parentheses and may hold anything: count from the last one.
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-def _start_without_proc(pid: int) -> int | None:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    return 0

@@ -21,6 +21,7 @@ from tests.ledger.fake_agent import GIB, FakeAgent, failed, ok, request
 from vramgate.cli import upfile
 from vramgate.cli.exits import DONE, FAILED, INTERRUPTED, MISSING, UNREACHABLE, USAGE
 from vramgate.cli.main import main
+from vramgate.pids import start_of
 
 
 class Shell:
@@ -198,7 +199,7 @@ async def test_what_up_left_is_found(
     write_running(tmp_path / ".vramgate", settings.redis_url, pool=settings.pool)
     code, out, _ = await shell.run("cards", "--json", bare=True)
     assert code == DONE and json.loads(out)["data"][0]["id"] == "GPU-abc123"
-    write_running(tmp_path / ".vramgate", settings.redis_url, pool=settings.pool, started="another")
+    write_running(tmp_path / ".vramgate", settings.redis_url, pool=settings.pool, started=1)
     assert upfile.read(tmp_path / ".vramgate") is None
 
 
@@ -272,6 +273,6 @@ async def test_an_unexpected_failure_is_one_line(shell: Shell, monkeypatch: pyte
     assert (code, err) == (FAILED, "vramgate: RuntimeError: two lines\n")
 
 
-def write_running(data_dir: Path, url: str, *, pool: str = "default", started: str | None = None) -> None:
-    own = upfile.start_of(os.getpid()) or "unknown"
+def write_running(data_dir: Path, url: str, *, pool: str = "default", started: int | None = None) -> None:
+    own = start_of(os.getpid()) or 0
     upfile.write(data_dir, upfile.Running(os.getpid(), started or own, url, pool, (), None))

@@ -23,6 +23,12 @@ class Service:
 
     process: asyncio.subprocess.Process
     lines: list[str] = field(default_factory=list)
+    reading: asyncio.Task[None] = field(init=False)
+
+    async def collect(self) -> None:
+        assert self.process.stderr is not None
+        while line := await self.process.stderr.readline():
+            self.lines.append(line.decode().rstrip())
 
     @property
     def url(self) -> str:
@@ -61,13 +67,7 @@ async def start(*arguments: str, cwd: Path | None = None) -> Service:
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )
     service = Service(process)
-
-    async def collect() -> None:
-        assert process.stderr is not None
-        while line := await process.stderr.readline():
-            service.lines.append(line.decode().rstrip())
-
-    service._reading = asyncio.create_task(collect())  # type: ignore[attr-defined]
+    service.reading = asyncio.create_task(service.collect())
     return service
 
 
@@ -88,5 +88,5 @@ async def refused(*arguments: str, cwd: Path | None = None) -> tuple[int, str]:
     """Exit code and the whole of stderr of a gateway that does not start."""
     service = await start(*arguments, cwd=cwd)
     code = await asyncio.wait_for(service.process.wait(), 20)
-    await service._reading  # type: ignore[attr-defined]
+    await service.reading
     return code, "\n".join(service.lines)

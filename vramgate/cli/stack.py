@@ -27,6 +27,7 @@ from vramgate.cli.service_process import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Say
 from vramgate.cli.services import agent_command, gateway_command
 from vramgate.cli.target import Target, open_store
 from vramgate.errors import VramgateError
+from vramgate.pids import start_of
 
 GATEWAY_START_S = 60.0
 CARDS_START_S = 120.0
@@ -212,7 +213,7 @@ class Stack:
     def _running(self) -> upfile.Running:
         return upfile.Running(
             pid=os.getpid(),
-            started=upfile.start_of(os.getpid()) or "unknown",
+            started=start_of(os.getpid()) or 0,
             redis_url=self.settings.redis_url,
             pool=self.settings.pool,
             gateways=self.urls,

@@ -7,9 +7,10 @@ Owns the file's form and the question whether the `up` that wrote it still runs.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from vramgate.pids import start_of
 
 NAME = "up.json"
 
@@ -19,7 +20,7 @@ class Running:
     """A running `up`. `started` tells its process from a later one with the same pid."""
 
     pid: int
-    started: str
+    started: int
     redis_url: str
     pool: str
     gateways: tuple[str, ...]
@@ -47,20 +48,3 @@ def read(data_dir: Path) -> Running | None:
 def remove(data_dir: Path) -> None:
     """Take the file away. Idempotent."""
     (data_dir / NAME).unlink(missing_ok=True)
-
-
-def start_of(pid: int) -> str | None:
-    """A text that is the process's own among all that ever had its pid; None without such a process."""
-    try:
-        # Field 22 of /proc/<pid>/stat, counted behind the name, which may hold anything.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if fields[0] == "Z" else fields[19]
-    except (OSError, IndexError):
-        pass
-    if Path("/proc/self/stat").exists():
-        return None
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return None
-    return "unknown"
