@@ -15,6 +15,7 @@ if A.hosted then agent.publish(k, A.hosted) end
 agent.starts(k, A.starts)
 local is_late = A.state == 'ready' and A.applied < k.dq
 if not is_late and (k.ag ~= A.state or redis.call('HGET', key('card', k.id), 'rs') ~= (A.reason or '')) then
+  if k.ag ~= 'ready' and A.state == 'ready' then rate.serving_begins(k) end
   k.ag = A.state
   redis.call('HSET', key('card', k.id), 'ag', A.state, 'rs', A.reason or '')
   redis.call('HINCRBY', META, 'stamp', 1)

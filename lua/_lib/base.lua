@@ -17,12 +17,13 @@ local function int(number) return string.format('%.0f', number) end
 local function num(text) return tonumber(text or 0) or 0 end
 
 -- Time that neither stops nor goes back: when TIME is behind the last value, the offset grows by the difference.
-local NOW, LAST, OFFSET
+-- THAWED is when a frozen server was last seen to be alive again.
+local NOW, LAST, OFFSET, THAWED
 do
   local t = redis.call('TIME')
   local raw = num(t[1]) * 1000 + math.floor(num(t[2]) / 1000)
-  local m = redis.call('HMGET', META, 'off', 'last')
-  OFFSET, LAST = num(m[1]), num(m[2])
+  local m = redis.call('HMGET', META, 'off', 'last', 'thaw')
+  OFFSET, LAST, THAWED = num(m[1]), num(m[2]), num(m[3])
   NOW = raw + OFFSET
   if NOW < LAST then
     OFFSET = OFFSET + LAST - NOW
@@ -40,6 +41,8 @@ local function note_time()
       local kept = math.max(num(sessions[i + 1]), LAST) + (NOW - LAST) + CFG.session_ms
       redis.call('ZADD', key('sessions'), 'XX', int(math.min(kept, NOW + 2 * CFG.session_ms)), sessions[i])
     end
+    THAWED = NOW
+    redis.call('HSET', META, 'thaw', int(NOW))
     redis.call('HINCRBY', key('stats'), 'graces', 1)
   end
 end

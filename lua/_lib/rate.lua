@@ -1,6 +1,6 @@
 -- rate: the measured time between two grants to waiters of a class, for Retry-After and eta.
 -- Field of rate: 'last|grants|window|promised'; grants and the time in which they came both fade with a time constant, and time
--- in which nobody waited does not count.
+-- in which nobody waited, the server was frozen, or no card was up does not count: an outage says nothing of the load.
 local rate = {}
 
 local FADE_MS = 30000
@@ -13,7 +13,7 @@ local function read(class)
   if not r then
     local last, grants, window, promised =
       string.match(redis.call('HGET', key('rate'), class) or '', '^(%d+)|([%d.]+)|([%d.]+)|(%d+)$')
-    r = { num(last), num(grants), num(window), num(promised) }
+    r = { math.max(num(last), THAWED), num(grants), num(window), num(promised) }
     known[class] = r
   end
   return unpack(r)
@@ -35,6 +35,13 @@ end
 function rate.waiting_begins(class)
   local _, grants, window, promised = read(class)
   write(class, NOW, grants, window, promised)
+end
+
+-- A card came up: what went before is not waiting for a place on it.
+function rate.serving_begins(k)
+  for class in string.gmatch(k.cl, '%S+') do
+    if redis.call('HEXISTS', key('rate'), class) == 1 then rate.waiting_begins(class) end
+  end
 end
 
 function rate.granted(class)

@@ -281,3 +281,38 @@ async def until_settled(store: Store, job_id: str, agent: FakeAgent) -> None:
         assert time.monotonic() < deadline, f"job {job_id} is not settled"
         await agent.beat()
         await asyncio.sleep(0.02)
+
+
+async def test_an_outage_does_not_count_into_retry_after(tuned: Tuned) -> None:
+    """A minute in which the card was down, or the server frozen, leaves the measured interval as it was."""
+    store = await tuned(placement={"max_passing_s": 3600})
+    agent = FakeAgent(store, total=4 * GIB)
+    await agent.register()
+    for _ in range(6):
+        await admission.submit(store, request(nbytes=3 * GIB))
+    for _ in range(3):
+        await agent.finish(*[ok(job) for job in await agent.claim()])
+    (before,) = await inventory.queue(store)
+    await agent.beat("down")
+    await _age(store, "echo", ms=60_000)
+    (during,) = await inventory.queue(store)
+    assert during.interval_ms is not None and during.interval_ms > 5_000, "the clock of the test works"
+    await agent.beat("ready")
+    (after,) = await inventory.queue(store)
+    assert before.interval_ms is not None and after.interval_ms is not None
+    assert after.interval_ms <= 2 * before.interval_ms + 50
+    await _age(store, "echo", ms=60_000)
+    await store.redis.hincrby(store.keys.meta, "last", -60_000)
+    await agent.beat("ready")
+    assert (await inventory.totals(store))["graces"] == 1
+    (thawed,) = await inventory.queue(store)
+    assert thawed.interval_ms is not None and thawed.interval_ms <= 2 * before.interval_ms + 50
+    await agent.run_all()
+
+
+async def _age(store: Store, model: str, *, ms: int) -> None:
+    """As if the last grant of a class were so much longer ago."""
+    field: Any = await store.redis.hget(store.keys.name("rate"), model)
+    assert field is not None
+    last, _, rest = field.decode().partition("|")
+    await store.redis.hset(store.keys.name("rate"), model, f"{int(last) - ms}|{rest}")
