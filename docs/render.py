@@ -28,7 +28,8 @@ def configuration() -> str:
         RENDERED_BY,
         "",
         "Flags win over the environment, the environment over `vramgate.toml` in the working directory",
-        "(or `--config FILE`), the file over the defaults. An unknown key is an error that suggests one.",
+        "(or what `--config FILE` or `VRAMGATE_CONFIG` names), the file over the defaults. An unknown key is",
+        "an error that suggests one.",
         "Sizes are written `12GiB`, durations `10m`. A key `a.b` is the variable `VRAMGATE_A__B`.",
     ]
     for title, prefix, model in _sections():

@@ -151,7 +151,7 @@ class Catalogue:
             return UnknownModel(f"model {name} has no version {version[:64]!r}; there is {known}")
         near = difflib.get_close_matches(name[:80], self._views, 1, 0.6)
         hint = f"did you mean {near[0]}?" if near else "GET /v1/models lists those that are known"
-        return UnknownModel(f"no agent has served {name[:64]!r} within the last 7 days; {hint}")
+        return UnknownModel(f"no agent has served {name[:64]!r} lately; {hint}")
 
 
 HostedReaderKey = tuple[str, str, str, str, int, float]

@@ -12,7 +12,7 @@ from vramgate.errors import UnknownModel
 
 
 async def list_models(gateway: Gateway, request: Request) -> Response:
-    """GET /v1/models: what agents have published within the last 7 days."""
+    """GET /v1/models: what agents have published within `retention.known_ttl_s`."""
     form = headers.parse_accept(headers.get(request, b"accept"))
     views = await gateway.ledger.models()
     return rendering.render(documents.list_document(documents.model_document(view) for view in views), form)
@@ -25,9 +25,7 @@ async def get_model(gateway: Gateway, request: Request) -> Response:
     for view in await gateway.ledger.models():
         if view.name == name:
             return rendering.render(documents.model_document(view), form)
-    raise UnknownModel(
-        f"no agent has served {name[:64]!r} within the last 7 days; GET /v1/models lists those known"
-    )
+    raise UnknownModel(f"no agent has served {name[:64]!r} lately; GET /v1/models lists those known")
 
 
 async def list_cards(gateway: Gateway, request: Request) -> Response:

@@ -20,7 +20,7 @@ from gpu_agent.device.reading import DriverCard, NoNvml
 from gpu_agent.fleet import run_fleet
 from gpu_agent.supervisor import CardGone, CardPlace, Supervisor
 from scheduler.logs import log_event, setup_logging
-from scheduler.settings import ConfigError, Settings, load_settings
+from scheduler.settings import ConfigError, Settings, load_settings, model_directories
 from vramgate.errors import StoreUnavailable, VramgateError
 
 _LOG = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             host=_host(),
             simulated=args.simulate is not None,
             host_dir=host_dir,
-            directories=_directories(args.config),
+            directories=model_directories(args.config),
         )
         asyncio.run(Supervisor(settings, card, place).run())
     except (VramgateError, NoNvml, ValueError) as error:
@@ -107,13 +107,6 @@ def _choose(cards: Sequence[DriverCard], wanted: str | None) -> DriverCard:
             f"--card {wanted} names {len(found)} of this host's cards; there are: {shown or 'none'}"
         )
     return found[0]
-
-
-def _directories(config: Path | None) -> tuple[Path, ...]:
-    """Where entry points are looked up: beside the configuration, then the working directory."""
-    beside = (config or Path(os.environ.get("VRAMGATE_CONFIG", "vramgate.toml"))).resolve().parent
-    here = Path.cwd()
-    return (beside,) if beside == here else (beside, here)
 
 
 def _host() -> str:

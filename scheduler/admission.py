@@ -64,9 +64,7 @@ def _refusal(reply: Reply, request: SubmitRequest) -> errors.Refused:
             queue_length=waiting,
         )
     if code == "unknown_model":
-        return errors.UnknownModel(
-            f"no agent has served {request.model!r} within the last days; see GET /v1/models"
-        )
+        return errors.UnknownModel(f"no agent has served {request.model!r} lately; see GET /v1/models")
     if code == "exceeds_every_card":
         return errors.ExceedsEveryCard(
             f"{request.model}: needs {request.lease_bytes} bytes, "

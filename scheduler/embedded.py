@@ -251,13 +251,18 @@ def _refuse_taken(port: int) -> None:
             ) from None
 
 
-def _last_words(log: Path) -> str:
+def last_lines(log: Path) -> list[str]:
+    """The end of a log that is not blank; nothing where it cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     except OSError:
-        lines = []
+        return []
+
+
+def _last_words(log: Path) -> str:
+    lines = last_lines(log)
     # `12:M 01 Jan 2026 10:00:00.000 # Text`; # marks warnings.
     told = [line for line in lines if re.match(r"\d+:\w .* # ", line)] or lines
     words = told[-1].split(" # ", 1)[-1].strip() if told else "it logged nothing"

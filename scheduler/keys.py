@@ -4,16 +4,16 @@ Everything lives under one hash tag, so that a pool is one cluster slot:
 
 vg:{pool}:meta          hash    time, incarnation, sum of stored results, stamps   owner: the pool
 vg:{pool}:stats         hash    counters since the pool began                      owner: the pool
-vg:{pool}:limits        hash    waiting jobs and payload bytes by pool, model, tenant  owner: the live jobs
+vg:{pool}:limits        hash    waiting jobs and payload bytes by pool, model, tenant owner: the live jobs
 vg:{pool}:rate          hash    measured grants per class                          owner: the models
 vg:{pool}:sessions      zset    c:<card> | g:<worker> -> end of its session        owner: the sessions
-vg:{pool}:cards         zset    card -> last seen                                  owner: the cards, 7 days
+vg:{pool}:cards         zset    card -> last seen                                  a while (known_ttl_s)
 vg:{pool}:card:<card>   hash    state, sample, sums (lease.lua)                    owner: cards
 vg:{pool}:host:<card>   string  what it hosts, msgpack                             owner: cards
 vg:{pool}:leases:<card> hash    lease id -> record, msgpack                        owner: cards
 vg:{pool}:ready:<card>  list    jobs leased and not handed out                     owner: cards
 vg:{pool}:wake:<card>   list    a hint that there is work                          TTL
-vg:{pool}:models        zset    model -> last seen                                 owner: the models, 7 days
+vg:{pool}:models        zset    model -> last seen                                 a while (known_ttl_s)
 vg:{pool}:model:<model> hash    version -> descriptor, msgpack                     owner: models
 vg:{pool}:on:<class>    set     the cards that know a class                        owner: cards
 vg:{pool}:classes       set     classes with waiters                               owner: the waiters

@@ -22,7 +22,8 @@ from vramgate.quantities import Seconds, Size
 
 DEFAULT_FILE = Path("vramgate.toml")
 ENV_PREFIX = "VRAMGATE_"
-INTERNAL_ENV = ("VRAMGATE_SIM", "VRAMGATE_TEST_", "VRAMGATE_INTERNAL_", "VRAMGATE_CONFIG")
+CONFIG_ENV = "VRAMGATE_CONFIG"
+INTERNAL_ENV = ("VRAMGATE_SIM", "VRAMGATE_TEST_", "VRAMGATE_INTERNAL_", CONFIG_ENV)
 
 
 class ConfigError(VramgateError):
@@ -219,12 +220,22 @@ class _TomlSource(PydanticBaseSettingsSource):
         return dict(self.current)
 
 
+def config_file(given: Path | None = None) -> Path:
+    """The configuration file: the one given, else that of VRAMGATE_CONFIG, else vramgate.toml here."""
+    return given or Path(os.environ.get(CONFIG_ENV) or DEFAULT_FILE)
+
+
+def model_directories(given: Path | None = None) -> tuple[Path, ...]:
+    """Where entry points are looked up: beside the configuration file, then in the working directory."""
+    return tuple(dict.fromkeys((config_file(given).resolve().parent, Path.cwd())))
+
+
 def load_settings(config: Path | None = None, **overrides: Any) -> Settings:
     """Read flags (`overrides`, nested dicts allowed, None means not given), environment and file. Raises
     ConfigError in one line.
     """
-    path = config or Path(os.environ.get("VRAMGATE_CONFIG", DEFAULT_FILE))
-    if config is not None and not path.is_file():
+    path = config_file(config)
+    if not path.is_file() and (config is not None or os.environ.get(CONFIG_ENV)):
         raise ConfigError(f"configuration file {path} does not exist")
     try:
         _TomlSource.current = tomllib.loads(path.read_text()) if path.is_file() else {}

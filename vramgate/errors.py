@@ -38,7 +38,7 @@ _ROWS: tuple[ErrorCode, ...] = (
     ErrorCode("malformed", 400, "no", "The request body could not be read"),
     ErrorCode("unauthenticated", 401, "no", "No valid key was given"),
     ErrorCode("forbidden", 403, "no", "This caller may not do that"),
-    ErrorCode("unknown_model", 404, "no", "No agent has served this model within the last 7 days"),
+    ErrorCode("unknown_model", 404, "no", "No agent has served this model lately"),
     ErrorCode("unknown_job", 404, "no", "There is no such job"),
     ErrorCode("unknown_card", 404, "no", "There is no such card"),
     ErrorCode("unknown_lease", 404, "no", "There is no such lease"),

@@ -242,6 +242,24 @@ async def test_all_runs_one_agent_per_card_and_starts_it_again(
     assert not any(is_running(pid) for pid in pids)
 
 
+async def test_kill_9_of_a_fleet_ends_its_agents(own_caller: Caller, start_agent: Start) -> None:
+    """Agents that nobody would watch any more drain and end by themselves."""
+    fleet = start_agent(simulate="2x256MiB", arguments=("--all",))
+
+    async def both_registered() -> bool:
+        return len(await inventory.cards(own_caller.store)) == 2
+
+    await until("both cards are registered", both_registered)
+    pids = _children(fleet.process.pid)
+    fleet.process.kill()
+    fleet.process.wait()
+
+    async def all_gone() -> bool:
+        return not any(map(is_running, pids))
+
+    await until("the agents have ended", all_gone)
+
+
 def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.settings import load_settings
+from scheduler.settings import ConfigError, load_settings
 from vramgate.cli.exits import FAILED, USAGE, Failure
 from vramgate.cli.preflight import check_entrypoints, check_ports, lock_directory
 
@@ -68,3 +68,21 @@ def test_one_up_per_directory(tmp_path: Path) -> None:
         lock_directory(tmp_path / "data")
     os.close(first)
     os.close(lock_directory(tmp_path / "data"))
+
+
+def test_the_environment_may_name_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entry points are looked up beside the file that VRAMGATE_CONFIG names, as the agent does it."""
+    file = tmp_path / "elsewhere" / "vramgate.toml"
+    file.parent.mkdir()
+    file.write_text('[models.defects]\nentrypoint = "defects:Defects"\n')
+    (file.parent / "defects.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VRAMGATE_CONFIG", str(file))
+    check_entrypoints(load_settings(), None)
+
+
+def test_a_configuration_that_the_environment_names_and_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused, as one that the command line names."""
+    monkeypatch.setenv("VRAMGATE_CONFIG", "nowhere.toml")
+    with pytest.raises(ConfigError, match=r"nowhere\.toml does not exist"):
+        load_settings()

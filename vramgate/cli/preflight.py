@@ -16,7 +16,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from scheduler.settings import DEFAULT_FILE, Settings
+from scheduler.settings import Settings, config_file, model_directories
 from vramgate.cli.exits import Failure, Misuse
 
 
@@ -36,13 +36,12 @@ def check_ports(host: str, ports: Sequence[int]) -> None:
 
 def check_entrypoints(settings: Settings, config: Path | None) -> None:
     """Raise Misuse for a model whose file or class is not there."""
-    file = config or DEFAULT_FILE
-    directories = [file.absolute().parent, Path.cwd()]
+    file, directories = config_file(config), model_directories(config)
     for name, model in settings.models.items():
         where, _, wanted = model.entrypoint.rpartition(":")
         source = _source_of(where, directories)
         if source is None:
-            looked = " and ".join(dict.fromkeys(str(directory) for directory in directories))
+            looked = " and ".join(map(str, directories))
             raise Misuse(f"{file}: models.{name}: entry point {model.entrypoint}: no {where} in {looked}")
         if source.suffix == ".py":
             _check_class(f"{file}: models.{name}", source, wanted)

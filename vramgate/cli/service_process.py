@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from scheduler.embedded import bound_to_owner
+from scheduler.embedded import bound_to_owner, last_lines
 from vramgate.cli.exits import FAILED, USAGE, Failure
 
 FIRST_BACKOFF_S = 0.5
@@ -24,7 +24,6 @@ STEADY_S = 60.0
 """A process that ran for so long was well; its next end starts the back-off anew."""
 
 _KILL_TIMEOUT_S = 10.0
-_TAIL_BYTES = 8192
 
 _REASON = re.compile(r' reason=("(?:[^"\\]|\\.)*"|\S+)')
 
@@ -103,12 +102,7 @@ class ServiceProcess:
 
     def last_words(self) -> str:
         """The last line of its log; of a log event, the reason that it gives."""
-        try:
-            with self._log.open("rb") as file:
-                file.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
-                lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-        except OSError:
-            lines = []
+        lines = last_lines(self._log)
         return _told(lines[-1]) if lines else f"it said nothing (see {self._log})"
 
     async def _spawn(self) -> None:
