@@ -20,9 +20,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpu_agent.ipc import Channel
+
+if TYPE_CHECKING:
+    from gpu_agent.device.torch_device import TorchDevice
 
 EXIT_NO_PARENT = 71
 EXIT_NO_DEVICE = 72
@@ -156,7 +159,7 @@ def _await_begin(control: Channel, watchdog: Watchdog) -> bool:
     return False
 
 
-def _answer_for_memory(memory: Channel, device: Any) -> None:
+def _answer_for_memory(memory: Channel, device: TorchDevice) -> None:
     try:
         while (question := memory.receive()) is not None:
             memory.send(
@@ -171,7 +174,7 @@ def _answer_for_memory(memory: Channel, device: Any) -> None:
         return
 
 
-def _keep_cap(caps: queue.SimpleQueue[int], device: Any) -> None:
+def _keep_cap(caps: queue.SimpleQueue[int], device: TorchDevice) -> None:
     """Set the allocator's bound; on its own thread, since emptying a cache waits for the card."""
     while True:
         cap = caps.get()

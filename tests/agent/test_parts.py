@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import numpy
 import pydantic
 import pytest
 import torch
@@ -208,7 +209,6 @@ def test_outputs_become_plain_values(value: Any, plain: Any) -> None:
 
 def test_numpy_arrays_and_scalars_become_plain() -> None:
     """Arrays of numpy are outputs like tensors, and are checked like them."""
-    numpy = pytest.importorskip("numpy")
     packed = pack_output({"a": numpy.arange(3), "s": numpy.float32(0.5)}, check_finite=True, limit=MIB)
     assert msgpack.unpackb(packed) == {"a": [0, 1, 2], "s": 0.5}
     with pytest.raises(Unfit):
