@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -10,12 +13,12 @@ from gateway.context import Gateway
 from scheduler import documents
 from vramgate.errors import UnknownModel
 
+View = TypeVar("View")
+
 
 async def list_models(gateway: Gateway, request: Request) -> Response:
     """GET /v1/models: what agents have published within `retention.known_ttl_s`."""
-    form = headers.parse_accept(headers.get(request, b"accept"))
-    views = await gateway.ledger.models()
-    return rendering.render(documents.list_document(documents.model_document(view) for view in views), form)
+    return await _list(request, gateway.ledger.models, documents.model_document)
 
 
 async def get_model(gateway: Gateway, request: Request) -> Response:
@@ -30,20 +33,23 @@ async def get_model(gateway: Gateway, request: Request) -> Response:
 
 async def list_cards(gateway: Gateway, request: Request) -> Response:
     """GET /v1/cards: every known card with both identities of its memory."""
-    form = headers.parse_accept(headers.get(request, b"accept"))
-    views = await gateway.ledger.cards()
-    return rendering.render(documents.list_document(documents.card_document(view) for view in views), form)
+    return await _list(request, gateway.ledger.cards, documents.card_document)
 
 
 async def list_leases(gateway: Gateway, request: Request) -> Response:
     """GET /v1/leases: live leases of all cards; tokens are never among it."""
-    form = headers.parse_accept(headers.get(request, b"accept"))
-    views = await gateway.ledger.leases()
-    return rendering.render(documents.list_document(documents.lease_document(view) for view in views), form)
+    return await _list(request, gateway.ledger.leases, documents.lease_document)
 
 
 async def list_queue(gateway: Gateway, request: Request) -> Response:
     """GET /v1/queue: one row per class of waiting jobs."""
+    return await _list(request, gateway.ledger.queue, documents.queue_document)
+
+
+async def _list(
+    request: Request,
+    read: Callable[[], Awaitable[Iterable[View]]],
+    show: Callable[[View], documents.Document],
+) -> Response:
     form = headers.parse_accept(headers.get(request, b"accept"))
-    views = await gateway.ledger.queue()
-    return rendering.render(documents.list_document(documents.queue_document(view) for view in views), form)
+    return rendering.render(documents.list_document(map(show, await read())), form)
