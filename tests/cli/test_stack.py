@@ -82,6 +82,27 @@ def pids(name: str) -> list[int]:
     return found
 
 
+async def test_another_gateway_on_the_port_is_not_taken_for_ours(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A port that somebody took after it was checked: the start fails, though a stranger answers there."""
+    monkeypatch.setattr(stack_module, "check_ports", lambda host, ports: None)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+    stack = Stack(plan, say=lambda line: None)
+    async with await asyncio.start_server(answer, "127.0.0.1", plan.port):
+        try:
+            with pytest.raises(Failure, match=f"cannot listen on 127.0.0.1:{plan.port}"):
+                await stack.start()
+        finally:
+            await ended(stack)
+
+
 async def test_up_serves_and_ends_in_order(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     """It says what runs where, leaves that for other commands, and ends gateways, agents and server, in this
     order.

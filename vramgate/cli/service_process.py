@@ -100,6 +100,10 @@ class ServiceProcess:
             _send_group(process.pid, signal.SIGKILL)
             await asyncio.wait({ended}, timeout=_KILL_TIMEOUT_S)
 
+    def has_said(self, event: str) -> bool:
+        """Whether its log holds such an event: nobody else can have written that."""
+        return f" {event} ".encode() in self._log.read_bytes()
+
     def last_words(self) -> str:
         """The last line of its log; of a log event, the reason that it gives."""
         lines = last_lines(self._log)

@@ -235,16 +235,21 @@ async def _until_serving(http: httpx.AsyncClient, gateway: ServiceProcess, url: 
         async with asyncio.timeout(GATEWAY_START_S):
             while True:
                 gateway.refuse_end()
-                try:
-                    if (await http.get(f"{url}/readyz", params={"scope": "gateway"})).status_code == 200:
-                        return
-                except httpx.RequestError:
-                    pass
+                # Before it listens it may be a stranger that answers on its port.
+                if gateway.has_said("gateway_listens") and await _is_serving(http, url):
+                    return
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
         raise Failure(
             f"{gateway.name} did not answer within {GATEWAY_START_S:.0f} s: {gateway.last_words()}"
         ) from None
+
+
+async def _is_serving(http: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await http.get(f"{url}/readyz", params={"scope": "gateway"})).status_code == 200
+    except httpx.RequestError:
+        return False
 
 
 async def watch_cards(stack: Stack, say: Say) -> None:
