@@ -7,9 +7,9 @@ from __future__ import annotations
 import asyncio
 import signal
 
-from tests.system.box import is_running
-from tests.system.caller import Caller, new_tag, until
+from tests.system.caller import Caller, new_tag
 from tests.system.test_crashes import all_answered, load
+from tests.waiting import is_running, until
 
 FREEZE_S = 12.0
 
