@@ -188,8 +188,8 @@ class EmbeddedServer:
                 start_new_session=True,
             )
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await self._until_ready(self._process)
+            async with asyncio.timeout(START_TIMEOUT_S) as limit:
+                await self._until_ready(self._process, limit)
         except TimeoutError:
             await self.stop()
             raise ServerError(
@@ -199,7 +199,7 @@ class EmbeddedServer:
             await self.stop()
             raise
 
-    async def _until_ready(self, process: asyncio.subprocess.Process) -> None:
+    async def _until_ready(self, process: asyncio.subprocess.Process, limit: asyncio.Timeout) -> None:
         client = redis.asyncio.Redis(
             port=self.port, socket_connect_timeout=1, socket_timeout=1, retry=Retry(NoBackoff(), 0)
         )
@@ -208,15 +208,19 @@ class EmbeddedServer:
                 if process.returncode is not None:
                     raise ServerError(f"the ledger's server ended at its start: {self.last_words()}")
                 try:
-                    # Also false while an append-only file is loaded (LOADING) and for a stranger on the port.
-                    info = await client.info("server")
-                    if info.get("process_id") == process.pid:
+                    # INFO is answered while an append-only file is loaded, too; nothing else is.
+                    info = await client.info()
+                    if info.get("process_id") != process.pid:
+                        raise ServerError(
+                            f"port {self.port} is in use by another server (pid {info.get('process_id')})"
+                        )
+                    if not info.get("loading"):
                         return
-                    raise ServerError(
-                        f"port {self.port} is in use by another server (pid {info.get('process_id')})"
-                    )
+                    # However large its file is: it says that it is reading it.
+                    limit.reschedule(asyncio.get_running_loop().time() + START_TIMEOUT_S)
                 except RedisError:
-                    await asyncio.sleep(_POLL_S)
+                    pass
+                await asyncio.sleep(_POLL_S)
         finally:
             await client.aclose()
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 from scheduler.embedded import EmbeddedServer, ServerError, find_server
 from tests.waiting import is_running, until
@@ -43,6 +45,25 @@ async def test_data_survives_a_restart(tmp_path: Path) -> None:
         await server.stop()
         await server.stop()
         assert pid is not None and not is_running(pid)
+
+
+async def test_a_server_is_ready_only_when_it_has_read_its_data(tmp_path: Path) -> None:
+    """After a restart over a long append-only file the first command is answered, not refused as LOADING."""
+    server = EmbeddedServer()
+    await server.start(tmp_path)
+    async with redis.asyncio.from_url(server.url) as client:
+        for _ in range(30):
+            async with client.pipeline(transaction=False) as pipe:
+                for number in range(10_000):
+                    pipe.set(f"key:{number}", "x" * 32)
+                await pipe.execute()
+    await server.stop()
+    await server.start(tmp_path)
+    try:
+        async with redis.asyncio.from_url(server.url, retry=Retry(NoBackoff(), 0)) as client:
+            assert await client.dbsize() == 10_000
+    finally:
+        await server.stop()
 
 
 async def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
