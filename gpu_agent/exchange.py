@@ -121,13 +121,21 @@ class Exchange:
             return False
         if want:
             self._may_have_work = False
-        sample = await self._sampler.take(timeout_s=FRESH_SAMPLE_S)
+        # What has just ended must not count as held: each finish brings a reading of its own. A claim changes
+        # nothing on the card, and the beats' readings do.
+        sample = await self._sampler.take(timeout_s=FRESH_SAMPLE_S) if reports else None
         starts = self._held.starts()
-        line = {"card": self._card, "session": self.session}
         if reports:
             handout = await self._ask(
                 lambda number: cards.finish(
-                    self._store, seq=number, reports=reports, starts=starts, sample=sample, want=want, **line
+                    self._store,
+                    card=self._card,
+                    session=self.session,
+                    seq=number,
+                    reports=reports,
+                    starts=starts,
+                    sample=sample,
+                    want=want,
                 ),
                 reports,
                 starts,
@@ -135,7 +143,7 @@ class Exchange:
         else:
             handout = await self._ask(
                 lambda number: cards.claim(
-                    self._store, seq=number, want=want, starts=starts, sample=sample, **line
+                    self._store, card=self._card, session=self.session, seq=number, want=want, starts=starts
                 ),
                 reports,
                 starts,
