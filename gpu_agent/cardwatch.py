@@ -1,4 +1,5 @@
-"""Follows one card by its driver: the allocator's cap, hardware events, and a card that is gone.
+"""Follows one card by its driver and its child: the allocator's cap, hardware events, a card that is gone, a
+child that does not answer.
 
 Owns: what the child's allocator was last bounded to, and since when the driver gives no reading. Does not
 own what follows for the card: it says so, and the supervisor acts.
@@ -31,6 +32,7 @@ class Consequences:
     lost: Callable[[str], None]
     found: Callable[[], None]
     give_up: Callable[[str], None]
+    silent: Callable[[float], None]
 
 
 class CardWatch:
@@ -69,6 +71,8 @@ class CardWatch:
             if xid not in BLAMES_THE_JOB:
                 await self._then.cordon(f"the driver reported Xid {xid}")
         await self._set_cap()
+        if self._child is not None and self._sampler.silence_s > 0:
+            self._then.silent(self._sampler.silence_s)
         self._note_readability()
 
     async def _set_cap(self) -> None:

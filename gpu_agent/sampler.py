@@ -25,6 +25,7 @@ T = TypeVar("T")
 TRIES = 3
 TRIES_S = 0.01
 OWN_TIMEOUT_S = 0.25
+FEWEST_UNANSWERED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,9 @@ class _Attached:
 
     channel: Channel
     context: int
+    heard_at: float
     asked: int = 0
+    unanswered: int = 0
     last_foreign: int | None = None
 
 
@@ -67,12 +70,21 @@ class Sampler:
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
+    @property
+    def silence_s(self) -> float:
+        """How long the child has left our questions unanswered; 0 while it answers, or none was asked."""
+        child = self._child
+        # Several questions, not one: after a sleep of our own, the first answer is still on its way.
+        if child is None or child.unanswered < FEWEST_UNANSWERED:
+            return 0.0
+        return time.monotonic() - child.heard_at
+
     def attach(self, memory: socket.socket, *, context: int) -> None:
         """A child answers for its memory from now on."""
         memory.setblocking(True)
         channel = Channel(memory)
         channel.set_timeout(OWN_TIMEOUT_S)
-        self._child = _Attached(channel, context)
+        self._child = _Attached(channel, context, time.monotonic())
 
     def detach(self) -> None:
         """The child is gone; until another is attached there are readings, but no samples."""
@@ -171,11 +183,13 @@ class Sampler:
 
     def _own(self, child: _Attached) -> _Own | None:
         child.asked += 1
+        child.unanswered += 1
         try:
             child.channel.send({"n": child.asked})
             while (answer := child.channel.receive()) is not None:
                 # A late answer to a question that was given up on is not the answer to this one.
                 if answer["n"] == child.asked:
+                    child.heard_at, child.unanswered = time.monotonic(), 0
                     return _Own(answer["allocated"], answer["reserved"], answer["segments"])
         except (OSError, Broken):
             return None

@@ -85,7 +85,7 @@ class Supervisor:
         self._loader = Loader(self._models, self._intake, timeout_s=settings.agent.load_timeout_s)
         self._watch = CardWatch(
             self._sampler,
-            Consequences(self._cordon, self._card_lost, self._card_found, self._give_up),
+            Consequences(self._cordon, self._card_lost, self._card_found, self._give_up, self._child_silent),
             card=card.uuid,
             headroom=self._headroom,
             hangs_after_s=settings.agent.nvml_timeout_s,
@@ -302,6 +302,11 @@ class Supervisor:
     def _card_found(self) -> None:
         if self._life is not None:
             self._life.become_ready()
+
+    def _child_silent(self, seconds: float) -> None:
+        """A child that hangs at nothing would never serve again; one that runs or loads has a clock."""
+        if seconds > self._settings.agent.watchdog_s and self._intake.is_open and self._intake.is_idle:
+            self._want_kill(f"the child has not answered for {seconds:.0f} s and runs nothing")
 
     def _give_up(self, reason: str) -> None:
         self._fail(CardGone(reason))

@@ -212,7 +212,8 @@ def _reports(reports: Sequence[Report]) -> tuple[list[dict[str, Any]], list[byte
         if report.code is not None:
             fields["code"] = report.code
         if report.detail is not None:
-            fields["detail"] = report.detail
+            # What a model raised may hold anything; the script must not meet it after its first write.
+            fields["detail"] = str(report.detail)
         if report.is_stored:
             fields["result_bytes"] = report.result_bytes
         elif report.result is not None:

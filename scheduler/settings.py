@@ -150,7 +150,10 @@ class AgentSettings(Section):
         30.0, ge=0, le=3600, description="After SIGTERM: finish running jobs within so long"
     )
     watchdog_s: Seconds = Field(
-        30.0, ge=5, le=3600, description="A child that hears nothing for so long ends itself"
+        30.0,
+        ge=5,
+        le=3600,
+        description="A child that hears nothing, or idly says nothing, for so long is ended",
     )
     load_timeout_s: Seconds = Field(600.0, ge=1, le=86400, description="Longest load of a model")
     nvml_timeout_s: Seconds = Field(3.0, gt=0, le=60, description="Longest wait for a memory reading")

@@ -84,8 +84,9 @@ class VramgateError(Exception):
     code: str = "internal"
 
     def __init__(self, detail: str = "", **data: Any) -> None:
-        super().__init__(detail or TABLE[self.code].title)
-        self.detail = detail or TABLE[self.code].title
+        # Whoever raises it may pass what is no text; whoever reads it relies on text.
+        self.detail = str(detail or TABLE[self.code].title)
+        super().__init__(self.detail)
         self.data = data
 
 

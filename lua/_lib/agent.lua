@@ -172,7 +172,7 @@ function agent.report(k, r)
     if next_id then came_back[#came_back + 1] = { id = next_id, j = n, card = '' } end
     return 'settled'
   end
-  local extra = { peak = r.peak, run_ms = r.run_ms, detail = r.detail }
+  local extra = { peak = num(r.peak), run_ms = num(r.run_ms), detail = tostring(r.detail or '') }
   if r.kind == 'succeeded' then
     if r.result_index then
       extra.result = ARGV[r.result_index]

@@ -15,7 +15,7 @@ from scheduler import admission, gateways, inventory, jobs
 from scheduler.settings import load_settings
 from scheduler.store import Store
 from tests.agent.conftest import Start
-from tests.agent.harness import Agent, Caller, outputs
+from tests.agent.harness import AGENT, Agent, Caller, outputs
 from tests.conftest import TestServer
 from tests.waiting import is_running, until
 from vramgate.errors import StoreUnavailable
@@ -304,3 +304,21 @@ def test_a_folder_that_shadows_our_packages_is_named(tmp_path: Path) -> None:
     )
     assert run.returncode == 2 and run.stderr.count("\n") == 1
     assert str(tmp_path / "scheduler.py") in run.stderr
+
+
+async def test_a_child_that_hangs_at_nothing_is_replaced(own_caller: Caller, start_agent: Start) -> None:
+    """A stopped idle child answers for no memory and runs nothing: within the watchdog it is ended, and the
+    card
+    serves again; a child that runs a long job is left alone meanwhile.
+    """
+    agent = start_agent("Sleeper", agent=f"{AGENT}watchdog_s = 5\n")
+    await own_caller.ready("sleeper")
+    assert outputs(await own_caller.run("sleeper", "6")) == {"slept": "6"}
+    first = agent.child_pid
+    os.kill(first, signal.SIGSTOP)
+    await own_caller.logged(agent, "child_killed")
+    assert "has not answered" in agent.events("child_killed")[0]["reason"]
+    await own_caller.ready("sleeper")
+    assert agent.child_pid != first and not is_running(first)
+    assert outputs(await own_caller.run("sleeper", "0.1")) == {"slept": "0.1"}
+    assert len(agent.events("child_killed")) == 1

@@ -42,3 +42,9 @@ def test_the_field_of_an_input_error_survives() -> None:
     assert isinstance(got, errors.InputError)
     assert sent.problem()["field"] == "image"
     assert got.field == "image"
+
+
+def test_a_detail_is_always_text() -> None:
+    """InputError({...}) is a mistake of a model's author that must not travel on as a mapping."""
+    error = errors.InputError({"a": 1})  # type: ignore[arg-type]
+    assert error.detail == "{'a': 1}" == error.problem()["detail"]

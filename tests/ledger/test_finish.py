@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from scheduler import admission, cards, inventory, jobs, results
-from scheduler.models import HandedJob, Handout
+from scheduler.models import HandedJob, Handout, Report
 from scheduler.store import Store
 from tests.ledger.fake_agent import GIB, FakeAgent, hosted, ok, request, said
 
@@ -246,3 +246,17 @@ async def test_a_finish_reports_at_most_sixteen(store: Store) -> None:
         await agent.finish(*[ok(job)] * 17)
     agent.seq -= 1
     assert (await agent.finish(ok(job))).verdicts == ("ok",)
+
+
+async def test_a_detail_that_is_no_text_settles_like_any_other(store: Store) -> None:
+    """What a model raised may hold anything: the job fails once, in words, and nothing stays live."""
+    agent = FakeAgent(store)
+    await agent.register()
+    for detail in ({"field": [1, 2]}, 7, b"\xff\xfe", ["x"] * 3000):
+        job_id = (await admission.submit(store, request())).job_id
+        (job,) = await agent.claim()
+        report = Report(job.job_id, job.lease_id, "failed", code="rejected_by_model", detail=detail)  # type: ignore[arg-type]
+        assert (await agent.finish(report)).verdicts == ("ok",)
+        view = await jobs.view(store, job_id)
+        assert (view.state, view.code) == ("failed", "rejected_by_model")
+        assert view.detail and len(view.detail) <= 2000
