@@ -9,19 +9,34 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import redis.asyncio as aioredis
 from redis.exceptions import ConnectionError
 
+T = TypeVar("T")
 MOST_TOGETHER = 64
 MOST_FLIGHTS = 2
 LARGE_BYTES = 64 * 1024
 """A call with more than this goes alone: it must not hold up the small ones behind it."""
 
 Argument = bytes | str
+
+
+async def to_its_end(command: Awaitable[T]) -> T:
+    """Await a command in a task of its own, so that a cancel reaches the caller and never the command.
+
+    redis-py sends under asyncio.wait_for, which on Python 3.11 can lose a cancel: the caller's loop would go
+    on, and whoever waits for its end would wait for ever. What was begun ends within its own time-outs.
+    """
+    task = asyncio.ensure_future(command)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        raise
 
 
 @dataclass(slots=True)
@@ -39,32 +54,38 @@ class ScriptLine:
         self._client = client
         self._waiting: deque[_Call] = deque()
         self._flights: set[asyncio.Task[None]] = set()
+        self._alone: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
     async def evalsha(self, sha: str, keys: int, arguments: Sequence[Argument]) -> Any:
         """The script's reply. Raises what redis-py raises, for this call or for its whole connection."""
-        if sum(map(len, arguments)) > LARGE_BYTES:
-            return await self._client.evalsha(sha, keys, *arguments)
         if self._is_closed:
             raise _closed()
         call = _Call(sha, keys, arguments, asyncio.get_running_loop().create_future())
-        self._waiting.append(call)
-        self._depart()
+        if sum(map(len, arguments)) > LARGE_BYTES:
+            self._launch([call], self._alone)
+        else:
+            self._waiting.append(call)
+            self._depart()
         return await call.answer
 
     def _depart(self) -> None:
-        if self._waiting and len(self._flights) < MOST_FLIGHTS:
-            flight = asyncio.create_task(self._fly(), name="scripts")
-            self._flights.add(flight)
-            flight.add_done_callback(self._land)
+        if self._waiting and len(self._flights) < MOST_FLIGHTS and not self._is_closed:
+            self._launch(self._board(), self._flights)
 
-    def _land(self, flight: asyncio.Task[None]) -> None:
-        self._flights.discard(flight)
-        self._depart()
+    def _launch(self, calls: Sequence[_Call], group: set[asyncio.Task[None]]) -> None:
+        flight = asyncio.create_task(self._fly(calls), name="scripts")
+        group.add(flight)
 
-    async def _fly(self) -> None:
-        # Callers that have given up meanwhile are not sent.
-        calls = [call for call in self._board() if not call.answer.done()]
+        def land(landed: asyncio.Task[None]) -> None:
+            group.discard(landed)
+            # A flight that was cancelled before it began has answered nobody.
+            _fail(calls, _closed())
+            self._depart()
+
+        flight.add_done_callback(land)
+
+    async def _fly(self, calls: Sequence[_Call]) -> None:
         if not calls:
             return
         try:
@@ -72,9 +93,6 @@ class ScriptLine:
                 for call in calls:
                     pipe.evalsha(call.sha, call.keys, *call.arguments)
                 replies = await pipe.execute(raise_on_error=False)
-        except asyncio.CancelledError:
-            _fail(calls, _closed())
-            raise
         except Exception as error:
             _fail(calls, error)
             return
@@ -85,17 +103,19 @@ class ScriptLine:
                 call.answer.set_result(reply)
 
     def _board(self) -> list[_Call]:
-        return [self._waiting.popleft() for _ in range(min(MOST_TOGETHER, len(self._waiting)))]
+        boarding = [self._waiting.popleft() for _ in range(min(MOST_TOGETHER, len(self._waiting)))]
+        # Callers that have given up meanwhile are not sent.
+        return [call for call in boarding if not call.answer.done()]
 
     async def close(self) -> None:
         """End what flies; whoever waits is told that the connection is gone."""
         self._is_closed = True
-        flights = list(self._flights)
+        _fail(self._waiting, _closed())
+        self._waiting.clear()
+        flights = [*self._flights, *self._alone]
         for flight in flights:
             flight.cancel()
         await asyncio.gather(*flights, return_exceptions=True)
-        _fail(self._waiting, _closed())
-        self._waiting.clear()
 
 
 def _closed() -> ConnectionError:

@@ -35,7 +35,7 @@ from redis.exceptions import (
 from scheduler import scripts
 from scheduler.keys import Keys
 from scheduler.logs import log_event
-from scheduler.pipelining import ScriptLine
+from scheduler.pipelining import ScriptLine, to_its_end
 from scheduler.settings import Settings
 from vramgate import errors
 
@@ -187,7 +187,7 @@ class Store:
         """Reach the server, test that it can hold a ledger, load the scripts, audit once after a change of
         server.
         """
-        await self._guard(self.redis.ping)
+        await self.guarded(self.redis.ping)
         if not self._is_checked:
             await self._check_server()
 
@@ -196,8 +196,8 @@ class Store:
             if self._is_checked:
                 return
             run_id = self._run_id
-            await self._guard(self._test_features)
-            await self._guard(self._load_scripts)
+            await self.guarded(self._test_features)
+            await self.guarded(self._load_scripts)
             answer = await self._call("recover", {"run_id": run_id or "?"}, (), ())
             self._is_checked = self._run_id == run_id
             if answer.fields["changed"]:
@@ -228,7 +228,7 @@ class Store:
         """Once for all who met NOSCRIPT at the same time. loads: as counted before the call that failed."""
         async with self._loading:
             if self._loads == loads:
-                await self._load_scripts()
+                await to_its_end(self._load_scripts())
                 self._loads += 1
 
     async def _load_scripts(self) -> None:
@@ -264,7 +264,7 @@ class Store:
 
     async def guarded(self, command: Callable[..., Any], *args: Any) -> Any:
         """One plain command, with the errors of `run`."""
-        return await self._guard(lambda: command(*args))
+        return await self._guard(lambda: to_its_end(command(*args)))
 
     async def run(
         self,
@@ -316,7 +316,7 @@ class Store:
             except NoScriptError:
                 await self._reload_scripts(loads)
         else:
-            raw = await self.redis.eval(script.text, len(all_keys), *argv)
+            raw = await to_its_end(self.redis.eval(script.text, len(all_keys), *argv))
         return Reply(raw[0].decode(), unpack(raw[1]), tuple(raw[2:]))
 
     async def close(self) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
+from scheduler import inventory, jobs
 from scheduler.pipelining import LARGE_BYTES, MOST_FLIGHTS, ScriptLine
 from scheduler.store import Store
 
@@ -101,3 +104,31 @@ async def test_closing_leaves_nobody_waiting(store: Store) -> None:
     assert any(isinstance(task.exception(), RedisError) for task in done)
     with pytest.raises(RedisError):
         await line.evalsha(echo, 1, (store.keys.name("tomb", "x"), "late"))
+
+
+async def test_a_loop_of_commands_ends_when_it_is_cancelled(store: Store) -> None:
+    """Whatever a loop asks of the ledger, and wherever the cancel meets it, the cancel arrives."""
+    large = [b"x" * (LARGE_BYTES + 1)]
+
+    async def connect() -> None:
+        other = await Store.connect(store.settings, max_connections=2)
+        await other.close()
+
+    commands: tuple[Callable[[], Awaitable[Any]], ...] = (
+        lambda: inventory.totals(store),
+        lambda: jobs.payload(store, "0" * 32),
+        lambda: store.run("audit", {"cards": []}, blobs=large),
+        connect,
+    )
+
+    async def for_ever(command: Callable[[], Awaitable[Any]]) -> None:
+        while True:
+            await command()
+
+    chance = random.Random(7)
+    for turn in range(200):
+        task = asyncio.create_task(for_ever(commands[turn % len(commands)]))
+        await asyncio.sleep(chance.random() * 0.01)
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=5)
+        assert done and task.cancelled(), f"turn {turn}: the cancel was lost"
