@@ -21,7 +21,7 @@ import typer
 from scheduler import inventory
 from scheduler.models import CardView
 from scheduler.store import Store
-from vramgate.cli import tables
+from vramgate.cli import background, tables
 from vramgate.cli.demo_load import Tally, ask_again, make_requests, run_clients
 from vramgate.cli.demo_report import Evidence, Peaks, print_report, promises
 from vramgate.cli.exits import FAILED, Failure
@@ -76,41 +76,42 @@ async def _run(plan: Plan, count: int, clients: int, impatient: int, seed: int) 
 
     async def work(stopped: asyncio.Event) -> None:
         nonlocal broken
-        course = asyncio.create_task(_course(stack, count, clients, impatient, seed), name="demo")
+        course = asyncio.create_task(_course(stack, stopped, count, clients, impatient, seed), name="demo")
         stopping = asyncio.create_task(stopped.wait(), name="stopped")
         await asyncio.wait({course, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if course.done():
             broken = await course
         else:
-            course.cancel()
-            await asyncio.gather(course, return_exceptions=True)
+            await background.end(course)
 
     ended = await run_stack(stack, work)
     return ended or (FAILED if broken else 0)
 
 
-async def _course(stack: Stack, count: int, clients: int, impatient: int, seed: int) -> bool:
+async def _course(
+    stack: Stack, stopped: asyncio.Event, count: int, clients: int, impatient: int, seed: int
+) -> bool:
     """The demo between start and end of the services; True when a promise was broken."""
     store = await Store.connect(stack.settings, max_connections=4)
     try:
-        taking_part = await _until_ready(store)
+        taking_part = await _until_ready(store, stopped)
         recording = find_examples() / "speech-like.wav"
         work = make_requests(count, recording=recording, chance=random.Random(seed))
         say(f"{clients} clients send {count} requests (seed {seed}), {impatient} of them are impatient")
         say("look at it from another terminal here: vramgate cards --watch, vramgate leases, vramgate queue")
         tally, peaks, before, began = Tally(), Peaks(), await inventory.totals(store), time.monotonic()
-        sampler = asyncio.create_task(_sample(store, peaks), name="sample")
-        killer = asyncio.create_task(_kill_a_child(store, stack, tally, count), name="kill a child")
+        is_over = asyncio.Event()
+        sampler = asyncio.create_task(_sample(store, peaks, is_over), name="sample")
+        killer = asyncio.create_task(_kill_a_child(store, stack, tally, count, is_over), name="kill a child")
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 await run_clients(stack.urls, work, clients=clients, impatient=impatient, tally=tally)
         except TimeoutError:
             say(f"the clients were not served within {LOAD_TIMEOUT_S:.0f} s")
         finally:
-            sampler.cancel()
-            killer.cancel()
-            ended = await asyncio.gather(sampler, killer, return_exceptions=True)
+            is_over.set()
+            await background.end(sampler, killer)
         seconds = time.monotonic() - began
         counters = _growth(before, await inventory.totals(store))
         repeated = tally.answers[:_ASKED_AGAIN]
@@ -130,7 +131,7 @@ async def _course(stack: Stack, count: int, clients: int, impatient: int, seed: 
             asked_again=len(repeated),
             replayed=replayed,
             seconds=seconds,
-            killed_pid=ended[1] if isinstance(ended[1], int) else None,
+            killed_pid=_result_of(killer),
         )
     finally:
         await store.close()
@@ -140,13 +141,18 @@ async def _course(stack: Stack, count: int, clients: int, impatient: int, seed: 
     return not all(promise.is_kept for promise in verdict)
 
 
-async def _until_ready(store: Store) -> frozenset[str]:
+def _result_of(killer: asyncio.Task[int | None]) -> int | None:
+    is_told = killer.done() and not killer.cancelled() and killer.exception() is None
+    return killer.result() if is_told else None
+
+
+async def _until_ready(store: Store, stopped: asyncio.Event) -> frozenset[str]:
     """Wait until every card serves both models, saying each change; the cards. Models are profiled while they
     load.
     """
     said: dict[str, str] = {}
     deadline = time.monotonic() + READY_TIMEOUT_S
-    while True:
+    while not stopped.is_set():
         cards = [card for card in await inventory.cards(store) if card.session_left_ms > 0]
         for card in cards:
             if said.get(card.id) != card_line(card):
@@ -159,14 +165,15 @@ async def _until_ready(store: Store) -> frozenset[str]:
                 f"not every card was ready within {READY_TIMEOUT_S:.0f} s: " + "; ".join(said.values())
             )
         await asyncio.sleep(_POLL_S)
+    raise Failure("the demo was stopped before its cards were ready")
 
 
 def _serves_all(card: CardView) -> bool:
     return card.state == "ready" and {model.name for model in card.models if model.ready} >= MODELS
 
 
-async def _sample(store: Store, peaks: Peaks) -> None:
-    while True:
+async def _sample(store: Store, peaks: Peaks, is_over: asyncio.Event) -> None:
+    while not is_over.is_set():
         try:
             peaks.see(await inventory.cards(store))
         except VramgateError:
@@ -174,9 +181,11 @@ async def _sample(store: Store, peaks: Peaks) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-async def _kill_a_child(store: Store, stack: Stack, tally: Tally, count: int) -> int | None:
+async def _kill_a_child(
+    store: Store, stack: Stack, tally: Tally, count: int, is_over: asyncio.Event
+) -> int | None:
     """Kill -9 the torch process of a card that runs jobs, once a part of the answers is there; its pid."""
-    while True:
+    while not is_over.is_set():
         await asyncio.sleep(_POLL_S / 4)
         if tally.settled < count * _KILL_AFTER:
             continue
@@ -186,6 +195,7 @@ async def _kill_a_child(store: Store, stack: Stack, tally: Tally, count: int) ->
                 say(f"kill -9 {pid}: the process of {card.name}, which runs {card.running} jobs now")
                 os.kill(pid, signal.SIGKILL)
                 return pid
+    return None
 
 
 def _child_of(card: CardView, stack: Stack) -> int | None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from scheduler.embedded import bound_to_owner, last_lines
+from vramgate.cli import background
 from vramgate.cli.exits import FAILED, USAGE, Failure
 
 FIRST_BACKOFF_S = 0.5
@@ -55,6 +56,7 @@ class ServiceProcess:
         self._environment = {**os.environ, **(environment or {})}
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._is_stopping = False
         self.starts = 0
 
     @property
@@ -82,9 +84,9 @@ class ServiceProcess:
         """SIGTERM, time to drain (none once `hurry` is set), SIGKILL. Returns when the process is gone.
         Idempotent.
         """
+        self._is_stopping = True
         if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+            await background.end(self._watch)
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -99,6 +101,12 @@ class ServiceProcess:
             self._say(f"{self.name} did not end in time; it is killed")
             _send_group(process.pid, signal.SIGKILL)
             await asyncio.wait({ended}, timeout=_KILL_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """SIGKILL it and what it started, without waiting."""
+        self._is_stopping = True
+        if self.pid is not None:
+            _send_group(self.pid, signal.SIGKILL)
 
     def has_said(self, event: str) -> bool:
         """Whether its log holds such an event: nobody else can have written that."""
@@ -125,9 +133,11 @@ class ServiceProcess:
 
     async def _keep_running(self) -> None:
         backoff_s = FIRST_BACKOFF_S
-        while self._process is not None:
+        while self._process is not None and not self._is_stopping:
             began = time.monotonic()
             status = await self._process.wait()
+            if self._is_stopping:
+                return
             if time.monotonic() - began > STEADY_S:
                 backoff_s = FIRST_BACKOFF_S
             self._say(
@@ -135,7 +145,8 @@ class ServiceProcess:
             )
             await asyncio.sleep(backoff_s)
             backoff_s = min(LONGEST_BACKOFF_S, backoff_s * 2)
-            await self._spawn()
+            if not self._is_stopping:
+                await self._spawn()
 
 
 def _told(line: str) -> str:

@@ -20,7 +20,7 @@ from scheduler.embedded import EmbeddedServer, ServerError
 from scheduler.models import CardView
 from scheduler.settings import load_settings
 from scheduler.store import Store
-from vramgate.cli import upfile
+from vramgate.cli import background, upfile
 from vramgate.cli.exits import Failure
 from vramgate.cli.preflight import check_entrypoints, check_ports, lock_directory
 from vramgate.cli.service_process import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Say, ServiceProcess
@@ -72,6 +72,7 @@ class Stack:
         self._agents: list[ServiceProcess] = []
         self._lock: int | None = None
         self.hurry = asyncio.Event()
+        self._is_stopping = False
         first = self.settings.gateway.port if plan.port is None else plan.port
         self._ports = [first + index for index in range(plan.gateways)]
 
@@ -110,24 +111,28 @@ class Stack:
         try:
             await asyncio.gather(*starting)
         finally:
-            for task in starting:
-                task.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)
+            await background.end(*starting)
 
     async def stop(self) -> None:
         """Gateways first, so that nothing new is accepted; then agents; the server last. Nothing is left
         running.
         """
+        self._is_stopping = True
         await asyncio.gather(*(gateway.stop(self.hurry) for gateway in self._gateways))
         await asyncio.gather(*(agent.stop(self.hurry) for agent in self._agents))
         if self._server_watch is not None:
-            self._server_watch.cancel()
-            await asyncio.gather(self._server_watch, return_exceptions=True)
+            await background.end(self._server_watch)
         await self._server.stop()
         if self._lock is not None:
             upfile.remove(self.data_dir)
             os.close(self._lock)
             self._lock = None
+
+    def kill(self) -> None:
+        """SIGKILL every service at once. The server is bound to this process: it ends, flushed, after it."""
+        self._is_stopping = True
+        for service in (*self._gateways, *self._agents):
+            service.kill()
 
     async def cards(self) -> tuple[CardView, ...]:
         """The cards as the ledger knows them. Raises StoreUnavailable."""
@@ -148,12 +153,14 @@ class Stack:
     async def _keep_server(self) -> None:
         """Start the server again, on its port and over its data, whenever it ends."""
         backoff_s, port = FIRST_BACKOFF_S, self._server.port
-        while True:
+        while not self._is_stopping:
             status = await self._server.wait()
+            if self._is_stopping:
+                return
             self._say(
                 f"the ledger's server ended with status {status}, starting again: {self._server.last_words()}"
             )
-            while True:
+            while not self._is_stopping:
                 try:
                     await self._server.start(self.data_dir / "server", port)
                     break
@@ -252,10 +259,10 @@ async def _is_serving(http: httpx.AsyncClient, url: str) -> bool:
         return False
 
 
-async def watch_cards(stack: Stack, say: Say) -> None:
-    """Say each change of a card's state and of its models. Runs until it is cancelled."""
+async def watch_cards(stack: Stack, say: Say, stopped: asyncio.Event) -> None:
+    """Say each change of a card's state and of its models. Runs until `stopped` is set or it is cancelled."""
     said: Mapping[str, str] = {}
-    while True:
+    while not stopped.is_set():
         try:
             lines = {card.id: card_line(card) for card in await stack.cards()}
         except VramgateError:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 import typer
 
+from vramgate.cli import background
 from vramgate.cli.exits import INTERRUPTED
 from vramgate.cli.services import InsecureOption, SimulateOption
 from vramgate.cli.stack import Plan, Stack, watch_cards
 from vramgate.cli.target import ConfigOption, PoolOption
+
+END_S = 5.0
+"""After the second Ctrl-C everything is over within so long."""
 
 
 def up(
@@ -43,13 +48,13 @@ async def _run(plan: Plan) -> int:
         say("no model is configured: cards will stand idle; write [models.NAME] into vramgate.toml")
 
     async def serve(stopped: asyncio.Event) -> None:
-        watch = asyncio.create_task(watch_cards(stack, say), name="watch cards")
+        watch = asyncio.create_task(watch_cards(stack, say, stopped), name="watch cards")
         try:
             say("up; Ctrl-C drains and ends it")
             await stopped.wait()
         finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            stopped.set()
+            await background.end(watch)
 
     return await run_stack(stack, serve)
 
@@ -64,9 +69,11 @@ async def run_stack(stack: Stack, work: Callable[[asyncio.Event], Awaitable[None
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
-        if stopped.is_set():
+        if stopped.is_set() and not stack.hurry.is_set():
             say("killing what still drains")
             stack.hurry.set()
+            # Nothing that hangs, not even what asyncio.run waits for at its end, may outlive it.
+            loop.call_later(END_S, _end_now, stack)
         stopped.set()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -83,6 +90,11 @@ async def run_stack(stack: Stack, work: Callable[[asyncio.Event], Awaitable[None
         await stack.stop()
 
 
+def _end_now(stack: Stack) -> None:
+    stack.kill()
+    os._exit(INTERRUPTED)
+
+
 def say(line: str) -> None:
     """A line of progress for people, on standard output, at once."""
     print(line, flush=True)
@@ -94,8 +106,7 @@ async def _started(stack: Stack, stopped: asyncio.Event) -> bool:
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if not starting.done():
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
+        await background.end(starting)
         return False
     await starting
     return True

@@ -1,0 +1,56 @@
+"""The end of background tasks: also of one that swallows its cancel."""
+
+from __future__ import annotations
+
+import asyncio
+
+from vramgate.cli import background, up
+from vramgate.cli.stack import Stack, watch_cards
+
+
+async def test_a_swallowed_cancel_is_repeated() -> None:
+    """A task that loses its first cancel, as asyncio.wait_for can, ends all the same."""
+
+    async def deaf_once() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+        await asyncio.sleep(60)
+
+    task = asyncio.create_task(deaf_once())
+    await asyncio.sleep(0)
+    assert await background.end(task) and task.cancelled()
+
+
+async def test_a_deaf_task_is_waited_for_within_a_bound() -> None:
+    """What never ends holds up nothing."""
+    freed = asyncio.Event()
+
+    async def deaf() -> None:
+        while not freed.is_set():
+            try:
+                await freed.wait()
+            except asyncio.CancelledError:
+                pass
+
+    task = asyncio.create_task(deaf())
+    await asyncio.sleep(0)
+    assert not await background.end(task, within_s=0.05)
+    freed.set()
+    await task
+
+
+async def test_the_watch_of_cards_ends_by_its_flag() -> None:
+    """Once the flag is set it ends without any cancel."""
+    stopped = asyncio.Event()
+
+    class Cards(Stack):
+        def __init__(self) -> None:
+            pass
+
+        async def cards(self) -> tuple[()]:
+            stopped.set()
+            return ()
+
+    await asyncio.wait_for(watch_cards(Cards(), up.say, stopped), 5)
