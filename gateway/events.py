@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway import headers, rendering
+from gateway import headers, paths, rendering
 from gateway.context import Gateway
 from gateway.headers import ANONYMOUS
 from gateway.waiter import until_disconnect
@@ -44,7 +44,7 @@ async def job_events(gateway: Gateway, request: Request) -> Response:
     """GET /v1/jobs/{id}/events; 404 for a job that is not there, before the stream begins."""
     headers.parse_accept(headers.get(request, b"accept"), events=True)
     resume = parse_event_id(headers.get(request, b"last-event-id"))
-    job_id = request.path_params["job_id"]
+    job_id = paths.job_id(request)
     client = secrets.token_hex(16)
     await gateway.ledger.view(job_id, tenant=ANONYMOUS, client=client, events=True)
     return EventStream(gateway, job_id, client=client, resume=resume)

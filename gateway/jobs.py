@@ -13,7 +13,7 @@ from typing import get_args
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway import headers, rendering
+from gateway import headers, paths, rendering
 from gateway.context import Gateway
 from gateway.headers import ANONYMOUS, Form
 from gateway.threads import off_loop
@@ -34,7 +34,7 @@ async def get_job(gateway: Gateway, request: Request) -> Response:
     """
     form = headers.parse_accept(headers.get(request, b"accept"))
     wait_s = _wait_s(request.query_params.get("wait_s"))
-    job_id = request.path_params["job_id"]
+    job_id = paths.job_id(request)
     client = secrets.token_hex(16) if wait_s > 0 else None
     view = await gateway.ledger.view(job_id, tenant=ANONYMOUS, client=client)
     if client is not None and view.state not in SETTLED:
@@ -54,7 +54,7 @@ async def delete_job(gateway: Gateway, request: Request) -> Response:
     force = _flag(request.query_params.get("force"), "force")
     if force:
         headers.require_operator(request)
-    view = await gateway.ledger.cancel(request.path_params["job_id"], tenant=ANONYMOUS, force=force)
+    view = await gateway.ledger.cancel(paths.job_id(request), tenant=ANONYMOUS, force=force)
     return await _render(gateway, view, form, status=202)
 
 

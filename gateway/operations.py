@@ -7,7 +7,7 @@ from typing import cast, get_args
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway import body, headers, rendering
+from gateway import body, headers, paths, rendering
 from gateway.context import Gateway
 from scheduler import documents
 from scheduler.models import OperatorState
@@ -21,13 +21,14 @@ async def patch_card(gateway: Gateway, request: Request) -> Response:
     """PATCH /v1/cards/{id} {"state": "ready|cordoned|draining", "reason": "..."}: 200 with the card."""
     headers.require_operator(request)
     form = headers.parse_accept(headers.get(request, b"accept"))
+    card = paths.card_id(request)
     limits = gateway.settings.limits
     body.check_length(request, limits.body_bytes)
     if body.kind_of(headers.get(request, b"content-type")) != "json":
         raise UnsupportedMediaType("send application/json")
     wish = body.parse_json(await body.read(request, limits.body_bytes), limits.nesting)
     state, reason = _read_wish(wish)
-    view = await gateway.ledger.set_card_state(request.path_params["card"], state, reason=reason)
+    view = await gateway.ledger.set_card_state(card, state, reason=reason)
     return rendering.render(documents.card_document(view), form)
 
 

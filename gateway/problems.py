@@ -86,7 +86,8 @@ def problem_response(refused: Refused) -> Response:
     extra = {}
     if refused.retry_after_s is not None:
         extra["Retry-After"] = str(refused.retry_after_s)
-    if refused.job_id is not None:
+    # A value that no header can carry would end the connection in place of the answer.
+    if refused.job_id is not None and refused.job_id.isascii() and refused.job_id.isprintable():
         extra["X-Job-Id"] = refused.job_id
     # The rest of a body that is too large is not read, so its connection cannot carry another request.
     if refused.code == "too_large":
