@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from gpu_agent.device.reading import DriverCard
+from gpu_agent.ending import happens_within
 from scheduler.embedded import bound_to_owner
 from scheduler.logs import log_event
 
@@ -55,10 +56,7 @@ async def _keep(uuid: str, arguments: Sequence[str], stopping: asyncio.Event) ->
             log_event(_LOG, "agent_given_up", logging.ERROR, card=uuid, status=status)
             break
         log_event(_LOG, "agent_ended", logging.ERROR, card=uuid, status=status, again_in_s=pause)
-        try:
-            await asyncio.wait_for(stopping.wait(), pause)
-        except TimeoutError:
-            continue
+        await happens_within(stopping, pause)
     return status
 
 

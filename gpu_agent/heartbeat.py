@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gpu_agent.clock import ServerClock
+from gpu_agent.ending import happens_within
 from gpu_agent.sampler import Sampler
 from scheduler import cards
 from scheduler.cards import SessionLost
@@ -117,10 +118,7 @@ class Heartbeat:
     async def _rest(self, seconds: float) -> None:
         assert self._nudged is not None
         await asyncio.sleep(SHORTEST_PAUSE_S)
-        try:
-            await asyncio.wait_for(self._nudged.wait(), max(0.0, seconds - SHORTEST_PAUSE_S))
-        except TimeoutError:
-            return
+        await happens_within(self._nudged, max(0.0, seconds - SHORTEST_PAUSE_S))
 
     async def _beat(self, store: Store) -> bool:
         """One beat. True: the ledger has more to do for this card."""

@@ -9,7 +9,6 @@ Owns: the order of these steps and their pauses, and the drain. Does not own: th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +19,7 @@ from gpu_agent import budget
 from gpu_agent.cardwatch import CardWatch
 from gpu_agent.child_process import ChildFailed, ChildProcess, describe_exit
 from gpu_agent.device.reading import CardUnreadable
+from gpu_agent.ending import end_tasks, happens_within
 from gpu_agent.hosting import CardModels
 from gpu_agent.intake import Intake
 from gpu_agent.loading import Loader
@@ -183,8 +183,7 @@ class ChildLife:
         if down.done():
             await down
         else:
-            down.cancel()
-            await asyncio.gather(down, return_exceptions=True)
+            await end_tasks([down])
 
     async def _cause_of_death(self, child: ChildProcess) -> str:
         code = await child.ended()
@@ -250,8 +249,7 @@ class ChildLife:
     async def _pause(self, seconds: float) -> None:
         """Sleep, but not longer than until the stop."""
         if seconds > 0:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), seconds)
+            await happens_within(self._stopping, seconds)
 
     async def end(self, *, gently: bool) -> None:
         """However things went: no child is left."""

@@ -120,7 +120,8 @@ class Sampler:
             raise TimeoutError
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._work.put((step, future))
-        return await asyncio.wait_for(asyncio.wrap_future(future), limit)
+        async with asyncio.timeout(limit):
+            return await asyncio.wrap_future(future)
 
     def _serve(self) -> None:
         while True:

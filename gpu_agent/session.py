@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from gpu_agent.clock import ServerClock
+from gpu_agent.ending import end_tasks, happens_within
 from gpu_agent.events import Emitter
 from gpu_agent.exchange import Exchange
 from gpu_agent.held import Held
@@ -167,11 +168,8 @@ class Session:
             is_told = True
             # Often: after a silence of half a session the ledger grants every session a grace, and ours
             # may be the only voice there is.
-            try:
-                await asyncio.wait_for(stopping.wait(), session_s / 10)
-            except TimeoutError:
-                continue
-            raise Stopped
+            if await happens_within(stopping, session_s / 10):
+                raise Stopped
 
     async def _guard(self, work: Awaitable[Any]) -> None:
         try:
@@ -182,6 +180,4 @@ class Session:
             self._failed(error)
 
     async def _end_tasks(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)

@@ -25,6 +25,7 @@ from gpu_agent.cardwatch import CardWatch, Consequences
 from gpu_agent.child_process import Setup
 from gpu_agent.clock import ServerClock
 from gpu_agent.device.reading import DriverCard
+from gpu_agent.ending import end_tasks, happens_within
 from gpu_agent.heartbeat import Heartbeat, Word
 from gpu_agent.held import Held
 from gpu_agent.hosting import CardModels
@@ -139,8 +140,7 @@ class Supervisor:
                 if not is_told:
                     log_event(_LOG, "ledger_awaited", logging.WARNING, reason=error.detail)
                 is_told = True
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), 0.5)
+            await happens_within(self._stopping, 0.5)
         raise Stopped
 
     async def _serve(self) -> None:
@@ -185,9 +185,7 @@ class Supervisor:
                 await life.run_child()
             await life.drain()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
             await self._spares.close()
             self._voice.fall_silent()
             await heartbeat.stop()
