@@ -49,12 +49,18 @@ if A.models then
   told.models = {}
   local named = redis.call('ZRANGE', key('models'), 0, -1, 'WITHSCORES')
   for i = 1, #named, 2 do
-    local versions, flat = {}, redis.call('HGETALL', key('model', named[i]))
+    local versions, since, flat = {}, 0, redis.call('HGETALL', key('model', named[i]))
     for v = 1, #flat, 2 do
-      blobs[#blobs + 1] = flat[v + 1]
-      versions[#versions + 1] = #blobs
+      if flat[v] == '@since' then
+        since = num(flat[v + 1])
+      else
+        blobs[#blobs + 1] = flat[v + 1]
+        versions[#versions + 1] = #blobs
+      end
     end
-    told.models[#told.models + 1] = { name = named[i], seen = num(named[i + 1]), versions = versions, cards = redis.call('SMEMBERS', key('on', named[i])) }
+    told.models[#told.models + 1] = {
+      name = named[i], seen = num(named[i + 1]), since = since, versions = versions, cards = redis.call('SMEMBERS', key('on', named[i])),
+    }
   end
 end
 return reply('ok', told, unpack(blobs))

@@ -191,11 +191,11 @@ def queue_document(view: QueueView) -> Document:
 
 
 def model_document(view: ModelView) -> Document:
-    """A model, its versions and its cards. `created` is when an agent last published it, in seconds."""
+    """A model, its versions and its cards. `created` is since when it is known, in seconds."""
     return {
         "id": view.name,
         "object": "model",
-        "created": view.last_seen_ms // 1000,
+        "created": view.created_ms // 1000,
         "owned_by": view.versions[0].owned_by if view.versions else "vramgate",
         "ready": any(ready for _, ready, _ in view.cards.values()),
         "versions": [_version(version) for version in view.versions],

@@ -183,6 +183,7 @@ async def models(store: Store) -> tuple[ModelView, ...]:
     return tuple(
         ModelView(
             name=told["name"],
+            created_ms=int(told["since"]),
             last_seen_ms=int(told["seen"]),
             versions=tuple(unpack_hosted(reply.blobs[index - 1]) for index in told["versions"] or ()),
             cards={

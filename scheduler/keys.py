@@ -14,7 +14,7 @@ vg:{pool}:leases:<card> hash    lease id -> record, msgpack                     
 vg:{pool}:ready:<card>  list    jobs leased and not handed out                     owner: cards
 vg:{pool}:wake:<card>   list    a hint that there is work                          TTL
 vg:{pool}:models        zset    model -> last seen                                 a while (known_ttl_s)
-vg:{pool}:model:<model> hash    version -> descriptor, msgpack                     owner: models
+vg:{pool}:model:<model> hash    version -> descriptor; @since                      owner: models
 vg:{pool}:on:<class>    set     the cards that know a class                        owner: cards
 vg:{pool}:classes       set     classes with waiters                               owner: the waiters
 vg:{pool}:q:<class>     zset    waiting jobs by effective time                     owner: the waiters

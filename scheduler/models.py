@@ -384,6 +384,7 @@ class ModelView:
     """A model as the pool knows it. versions: descriptors. cards: card id -> (version, ready, reason)."""
 
     name: str
+    created_ms: int
     last_seen_ms: int
     versions: tuple[HostedModel, ...]
     cards: Mapping[str, tuple[str, bool, str | None]]

@@ -19,6 +19,8 @@ function agent.publish(k, hosted)
   for _, m in ipairs(hosted.models) do
     redis.call('ZADD', key('models'), int(NOW), m.name)
     redis.call('HSET', key('model', m.name), m.version, m.descriptor)
+    -- Since when it is known; no version is named so.
+    redis.call('HSETNX', key('model', m.name), '@since', int(NOW))
     for _, class in ipairs({ m.name, m.name .. '@' .. m.version }) do
       classes[#classes + 1] = class
       redis.call('SADD', key('on', class), k.id)
@@ -27,7 +29,7 @@ function agent.publish(k, hosted)
     if m.ready == 1 then redis.call('HSET', key('card', k.id), 'm:' .. m.name, int(m.slots)) end
     local versions = redis.call('HKEYS', key('model', m.name))
     for i = 1, #versions - MOVE_LIMIT do
-      if redis.call('EXISTS', key('on', m.name .. '@' .. versions[i])) == 0 then
+      if versions[i] ~= '@since' and redis.call('EXISTS', key('on', m.name .. '@' .. versions[i])) == 0 then
         redis.call('HDEL', key('model', m.name), versions[i])
         redis.call('HDEL', key('rate'), m.name .. '@' .. versions[i])
       end
