@@ -5,6 +5,7 @@ codes.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -13,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from scheduler import admission, documents, inventory
 from scheduler.settings import Settings
 from scheduler.store import Store
 from tests.ledger.fake_agent import GIB, FakeAgent, failed, ok, request
-from vramgate.cli import upfile
+from vramgate.cli import tables, upfile
 from vramgate.cli.exits import DONE, FAILED, INTERRUPTED, MISSING, UNREACHABLE, USAGE
 from vramgate.cli.main import main
 from vramgate.pids import start_of
@@ -69,7 +71,7 @@ async def test_cards_show_what_http_shows(store: Store, shell: Shell, agent: Fak
         one = await shell.json("cards", name)
         assert one["id"] == "GPU-abc123" and one["object"] == "card"
     code, out, _ = await shell.run("cards")
-    assert code == DONE and "GPU-abc123" in out and "1 GiB" in out and "GRANTABLE" in out
+    assert code == DONE and "GPU-abc123" in out and "1 GiB" in out and "USED/TOTAL" in out
     code, out, _ = await shell.run("cards", "GPU-abc123")
     assert code == DONE and "usable 10 GiB = resident 0 B" in out
     for job in await agent.claim():
@@ -109,7 +111,7 @@ async def test_jobs_by_id_prefix_state_and_model(store: Store, shell: Shell, age
     listed = await shell.json("jobs", "--state", "failed")
     assert [job["id"] for job in listed["data"]] == [bad.job_id]
     assert len((await shell.json("jobs", "--model", "echo"))["data"]) == 2
-    assert (await shell.json("jobs", "--model", "other"))["data"] == []
+    assert (await shell.json("jobs", "--model", "echo", "--state", "running"))["data"] == []
     code, out, _ = await shell.run("jobs")
     assert code == DONE and "succeeded" in out and "model_error" in out
 
@@ -254,12 +256,76 @@ async def test_watch_shows_it_again_until_ctrl_c(
         os.close(terminal)
 
 
+async def test_watch_into_a_pipe_prints_each_table(
+    settings: Settings, store: Store, agent: FakeAgent
+) -> None:
+    """Where nobody can redraw, each table is written as it comes."""
+    options = ["--redis", settings.redis_url, "--pool", settings.pool]
+    command = [sys.executable, "-P", "-m", "vramgate.cli.main", "cards", "--watch", *options]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    seen = b""
+    while seen.count(b"GPU-abc123") < 2:
+        seen += await asyncio.wait_for(process.stdout.read(65536), 20)
+    process.send_signal(signal.SIGINT)
+    assert await asyncio.wait_for(process.wait(), 20) == INTERRUPTED
+
+
+def test_tables_are_readable_at_80_columns() -> None:
+    """No head, id or state is cut in a narrow terminal; models fold."""
+    gib = 2**30
+    card = {
+        "name": "gpu-node-17:0",
+        "state": "cordoned",
+        "reason": "cordoned by an operator",
+        "models": [{"id": "stable-diffusion-xl", "ready": True}, {"id": "speech", "ready": False}],
+        "running": 12,
+        "jobs": 14,
+        "ledger": {"usable": 75 * gib, "grantable": 33 * gib},
+        "leased_bytes": 42 * gib,
+        "measured": {"total": 80 * gib, "driver": gib, "free": 20 * gib},
+    }
+    job = {
+        "id": "0123456789abcdef0123456789abcdef",
+        "model": "stable-diffusion-xl",
+        "state": "succeeded",
+        "position": 1234,
+        "eta_s": 120,
+        "why": "waits for memory",
+        "vram": {"leased_bytes": 42 * gib},
+        "timing": {"wait_ms": 12_300, "run_ms": 45_600},
+        "started_ms": 1,
+    }
+    for columns, row in ((tables.CARDS, card), (tables.JOBS, job)):
+        for width in (80, 120):
+            console = Console(width=width, file=io.StringIO())
+            console.print(tables.table(columns, [row]))
+            shown = console.file.getvalue()  # type: ignore[attr-defined]
+            heads, *lines = shown.splitlines()
+            assert "…" not in shown and heads.split() == [head for head, _ in columns], shown
+            assert max(map(len, lines)) <= width, shown
+    assert tables.with_reason("cordoned", "cordoned by an operator") == "cordoned by an operator"
+
+
+async def test_an_empty_id_and_an_unknown_model_are_told(shell: Shell, agent: FakeAgent) -> None:
+    """An empty id is no prefix of every id, and a filter for nothing says what there is."""
+    code, _, err = await shell.run("job", "cancel", "")
+    assert code == USAGE and "empty" in err
+    code, _, err = await shell.run("card", "cordon", "")
+    assert code == USAGE and "empty" in err
+    code, _, err = await shell.run("jobs", "--model", "ecko")
+    assert code == MISSING and "ecko" in err and "echo" in err
+
+
 async def test_version_and_help(shell: Shell) -> None:
     """The bare command shows what there is."""
     code, out, _ = await shell.run("--version", bare=True)
     assert code == DONE and out.startswith("vramgate ")
     code, out, _ = await shell.run(bare=True)
     assert code == DONE and all(name in out for name in ("up", "demo", "cards", "infer"))
+    for command in ([], ["infer"], ["job", "cancel"]):
+        code, out, _ = await shell.run(*command, "-h", bare=True)
+        assert code == DONE and "Usage" in out
 
 
 async def test_an_unexpected_failure_is_one_line(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,9 @@ def infer(
         typer.Option("--file", metavar="F", help="Send this file as the model's only required field."),
     ] = None,
     url: Annotated[str | None, typer.Option("--url", metavar="URL", help="The gateway.")] = None,
-    key: Annotated[str | None, typer.Option("--key", help="The bearer key.")] = None,
+    bearer: Annotated[
+        str | None, typer.Option("--bearer", metavar="KEY", help="The key that the gateway asks for.")
+    ] = None,
     idempotency_key: Annotated[
         str | None, typer.Option("--idempotency-key", help="Makes a repeated call join or replay the first.")
     ] = None,
@@ -58,7 +60,7 @@ def infer(
 
     async def run() -> Answer:
         found = await _reachable(urls)
-        async with AsyncClient(found, key=key) as client:
+        async with AsyncClient(found, key=bearer) as client:
             return await client.infer(
                 model,
                 values,

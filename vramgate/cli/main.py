@@ -20,6 +20,7 @@ app = typer.Typer(
     help="A gate for GPU memory: work is admitted by leases of bytes on a named card.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(up.up)
 app.command()(demo.demo)

@@ -20,7 +20,7 @@ from scheduler.embedded import EmbeddedServer, ServerError
 from scheduler.models import CardView
 from scheduler.settings import load_settings
 from scheduler.store import Store
-from vramgate.cli import background, upfile
+from vramgate.cli import background, tables, upfile
 from vramgate.cli.exits import Failure
 from vramgate.cli.preflight import check_entrypoints, check_ports, lock_directory
 from vramgate.cli.service_process import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Say, ServiceProcess
@@ -280,5 +280,5 @@ def card_line(card: CardView) -> str:
         model.name if model.ready else f"{model.name} (not ready: {model.reason or 'loading'})"
         for model in card.models
     ]
-    state = card.state if card.reason is None else f"{card.state} ({card.reason})"
+    state = tables.with_reason(card.state, card.reason)
     return f"card     {card.name}  {card.id}  {card.product}  {state}  models: {', '.join(models) or 'none'}"

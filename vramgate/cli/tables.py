@@ -15,6 +15,10 @@ from vramgate.quantities import format_size
 
 SHORT_ID = 12
 _WIDE = 200
+_LONG = frozenset({"NAME", "STATE", "MODEL", "MODELS", "WHY", "CARD", "CARDS", "VERSIONS"})
+"""Columns that fold where the terminal is narrow; every other cell stays on its line."""
+_LEAST = 10
+"""A folded column still holds the longest word for a state."""
 
 Column = tuple[str, Callable[[Document], Any]]
 
@@ -48,9 +52,11 @@ def short(name: str | None) -> str:
 
 def table(columns: Sequence[Column], documents: Iterable[Document]) -> Table:
     """One row for each document; cells are text as given."""
-    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    drawn = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for head, _ in columns:
-        drawn.add_column(head, no_wrap=head in {"ID", "CARD", "JOB"})
+        is_long = head in _LONG
+        least = max(_LEAST, len(head)) if is_long else None
+        drawn.add_column(head, no_wrap=not is_long, overflow="fold", min_width=least)
     for document in documents:
         drawn.add_row(*(_text(cell(document)) for _, cell in columns))
     return drawn
@@ -84,35 +90,30 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value).replace("[", r"\[")
 
 
-def _with_reason(document: Document) -> str:
-    return f"{document['state']}: {document['reason']}" if document["reason"] else str(document["state"])
-
-
-def _measured(member: str) -> Callable[[Document], str]:
-    return lambda card: "unknown" if card["measured"] is None else size(card["measured"][member])
+def with_reason(state: str, reason: str | None) -> str:
+    """A state and why, without saying `cordoned` twice for `cordoned by an operator`."""
+    if not reason:
+        return state
+    return reason if reason.startswith(state) else f"{state}: {reason}"
 
 
 def _used(card: Document) -> str:
     measured = card["measured"]
-    return "unknown" if measured is None else size(measured["total"] - measured["driver"] - measured["free"])
+    if measured is None:
+        return "unknown"
+    used, total = measured["total"] - measured["driver"] - measured["free"], measured["total"]
+    return f"{size(used)}/{size(total)}"
 
 
 CARDS: tuple[Column, ...] = (
     ("NAME", lambda card: card["name"]),
-    ("CARD", lambda card: card["id"]),
-    ("STATE", _with_reason),
+    ("STATE", lambda card: with_reason(card["state"], card["reason"])),
     ("MODELS", lambda card: " ".join(m["id"] if m["ready"] else f"({m['id']})" for m in card["models"])),
-    ("RUNNING", lambda card: f"{card['running']} of {card['jobs']}"),
+    ("RUN", lambda card: f"{card['running']}/{card['jobs']}"),
     ("USABLE", lambda card: size(card["ledger"]["usable"])),
     ("LEASED", lambda card: size(card["leased_bytes"])),
-    ("GRANTABLE", lambda card: size(card["ledger"]["grantable"])),
-    ("FOREIGN", lambda card: size(card["ledger"]["foreign"])),
-    ("TOTAL", _measured("total")),
-    ("USED", _used),
-    ("ALLOCATED", _measured("allocated")),
-    ("GAP", lambda card: size(card["gap_bytes"])),
-    ("PEAK", lambda card: size(card["peak_leased_bytes"])),
-    ("READ", lambda card: duration(card["sample_age_ms"])),
+    ("FREE", lambda card: size(card["ledger"]["grantable"])),
+    ("USED/TOTAL", _used),
 )
 
 LEASES: tuple[Column, ...] = (
@@ -133,10 +134,7 @@ JOBS: tuple[Column, ...] = (
     ("PLACE", lambda job: job["position"] or ""),
     ("ETA", lambda job: "" if job["eta_s"] is None else f"{job['eta_s']} s"),
     ("WHY", lambda job: job["error"]["code"] if "error" in job else job["why"]),
-    ("ATTEMPTS", lambda job: job["attempts"]),
-    ("CARD", lambda job: job["card"]),
     ("LEASE", lambda job: size(job["vram"]["leased_bytes"])),
-    ("PEAK", lambda job: size(job["vram"]["peak_bytes"]) if job["vram"]["peak_bytes"] else ""),
     ("WAIT", lambda job: duration(job["timing"]["wait_ms"])),
     ("RUN", lambda job: duration(job["timing"]["run_ms"]) if job["started_ms"] else ""),
 )

@@ -117,7 +117,10 @@ def jobs(
         return
 
     async def fetch(store: Store) -> Document:
-        return await fetch_jobs(store, state=state, model=model, limit=limit)
+        found = await fetch_jobs(store, state=state, model=model, limit=limit)
+        if model is not None and not found["data"]:
+            await _refuse_unknown_model(store, model)
+        return found
 
     asyncio.run(_present(where, fetch, lambda found: tables.table(tables.JOBS, found["data"])))
 
@@ -151,6 +154,12 @@ async def fetch_jobs(store: Store, *, state: str | None, model: str | None, limi
             return documents.list_document(found, cursor)
 
 
+async def _refuse_unknown_model(store: Store, name: str) -> None:
+    known = [view.name for view in await inventory.models(store)]
+    if name not in known:
+        raise Missing(f"--model: there is no model {name!r}; known are: {', '.join(known) or 'none'}")
+
+
 async def fetch_job(store: Store, prefix: str) -> Document:
     """A job by id or unique prefix, with its result or error once it settled."""
     job_id = await find_job_id(store, prefix)
@@ -162,6 +171,8 @@ async def fetch_job(store: Store, prefix: str) -> Document:
 async def find_job_id(store: Store, prefix: str) -> str:
     """The full id that `prefix` begins. Looks through the newest jobs, page by page."""
     prefix = prefix.lower()
+    if not prefix:
+        raise Misuse("the job's id is empty; write the id or its beginning, `vramgate jobs` lists them")
     if len(prefix) >= _FULL_ID:
         return prefix
     found: list[str] = []
@@ -191,6 +202,8 @@ def only(found: Sequence[str], prefix: str, *, noun: str) -> str:
 
 def pick(listed: Sequence[Document], prefix: str, *, noun: str) -> Document:
     """One of `listed` by id, unique prefix or exact name."""
+    if not prefix:
+        raise Misuse(f"the {noun}'s id is empty; write the id or its beginning")
     named = {document["id"]: document for document in listed if document.get("name") == prefix}
     matching = named or {document["id"]: document for document in listed if document["id"].startswith(prefix)}
     if named and len(named) == 1:
@@ -226,7 +239,13 @@ async def _present(
             while True:
                 tables.print_json(await fetch(store), is_line=True)
                 await asyncio.sleep(WATCH_S)
-        with Live(draw(await fetch(store)), console=tables.console(), auto_refresh=False) as live:
+        console = tables.console()
+        if not console.is_terminal:
+            while True:
+                console.print(draw(await fetch(store)))
+                console.file.flush()
+                await asyncio.sleep(WATCH_S)
+        with Live(draw(await fetch(store)), console=console, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(WATCH_S)
                 live.update(draw(await fetch(store)), refresh=True)
