@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -302,9 +302,27 @@ def _refuse_unknown_env() -> None:
 
 
 def _explain(error: ValidationError, path: Path) -> str:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"]) or str(path)
+    # An unknown key first: the one that is missing beside it is most often the same, misspelt.
+    first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
+    loc = [str(part) for part in first["loc"]]
+    key = ".".join(loc) or str(path)
     if first["type"] == "extra_forbidden":
-        return f"{path}: unknown key {key}{_nearest(key)}"
+        return f"{path}: unknown key {key}{_nearest_of(loc)}"
+    if first["type"] == "missing":
+        return f"{path}: {key} is missing; write {ModelSettings.model_fields['entrypoint'].description}"
+    said = first["msg"]
+    if first["type"] == "value_error":
+        said = said.removeprefix("Value error, ")
+    elif first["type"] == "string_pattern_mismatch" and loc[-1] == "entrypoint":
+        said = "write module:Class or file.py:Class"
     shown = repr(first.get("input"))
-    return f"configuration: {key}: {first['msg']}, got {shown if len(shown) < 100 else shown[:97] + '...'}"
+    # A table as a whole, or what the text has named already, is not said again.
+    if isinstance(first.get("input"), Mapping | Section) or shown in said:
+        return f"configuration: {key}: {said}"
+    return f"configuration: {key}: {said}, got {shown if len(shown) < 100 else shown[:97] + '...'}"
+
+
+def _nearest_of(loc: Sequence[str]) -> str:
+    if loc[0] != "models" or len(loc) < 3:
+        return _nearest(".".join(loc))
+    return _nearest(".".join(["models", *loc[2:]])).replace("models.", f"models.{loc[1]}.")
