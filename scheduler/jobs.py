@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -138,8 +139,11 @@ async def list_jobs(
     foreign cursor.
     """
     after_ms, _, after_id = (cursor or "").partition("-")
-    if cursor and not (after_ms.isdigit() and after_id):
-        raise errors.InvalidInput(f"cursor {cursor!r} is not one that a former page gave")
+    # 15 digits are below 2**53, which is as far as a number of the store's scripts goes.
+    if cursor and re.fullmatch(r"[0-9]{1,15}-[0-9a-f]{32}", cursor) is None:
+        raise errors.InvalidInput(
+            f"cursor {cursor[:60]!r} is not one that a former page gave", field="cursor"
+        )
     reply = await store.run(
         "list",
         {
