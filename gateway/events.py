@@ -38,6 +38,8 @@ logger = logging.getLogger("gateway")
 LOOK_S = 1.0
 EVENTS_PER_READ = 512
 _ID = re.compile(r"(\d{1,9})-(\d{1,20}(?:-\d{1,20})?)", re.ASCII)
+_MAX_ID_PART = 2**64 - 1
+"""A stream id of the store is two unsigned numbers of 64 bits; beyond them it refuses the read."""
 
 
 async def job_events(gateway: Gateway, request: Request) -> Response:
@@ -55,7 +57,7 @@ def parse_event_id(text: str | None) -> tuple[int, str] | None:
     if not text:
         return None
     match = _ID.fullmatch(text)
-    if match is None:
+    if match is None or any(int(part) > _MAX_ID_PART for part in match[2].split("-")):
         raise Malformed(f"Last-Event-ID {text[:60]!r} is not an id of this stream")
     return int(match[1]), match[2]
 
