@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import msgpack
 import orjson
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
@@ -34,6 +35,7 @@ STALLED_S = 30.0
 
 _MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 _ENVELOPE = ("inputs", "options")
+_CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +187,17 @@ def _json_name(value: Any) -> str:
     return "null" if value is None else names.get(type(value), "a number")
 
 
+def _check_charset(content_type: str) -> None:
+    """Raises Malformed unless the fields are UTF-8: other codecs decode to what no text may hold."""
+    _, parameters = parse_options_header(content_type)
+    charset = parameters.get(b"charset", b"utf-8").decode("latin-1").strip().lower()
+    if charset not in _CHARSETS:
+        raise Malformed(f"the body's charset is {charset[:40]!r}; send fields as UTF-8")
+
+
 async def _parse_fields(request: Request, content: bytes) -> dict[str, Any]:
     """Parts by name; several parts of one name become a list."""
+    _check_charset(headers.get(request, b"content-type") or "")
 
     async def stream() -> AsyncGenerator[bytes, None]:
         yield content
