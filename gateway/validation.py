@@ -111,8 +111,11 @@ class InputReader:
             return
         for error in self._validator.iter_errors(instance):
             path = ".".join(str(part) for part in error.instance_path)
+            at_fault = path
+            if isinstance(error.kind, jsonschema_rs.ValidationErrorKind.Required):
+                at_fault = f"{path}.{error.kind.property}" if path else error.kind.property
             message = error.message if len(error.message) <= 300 else error.message[:297] + "..."
-            raise InvalidInput(f"inputs{'.' + path if path else ''}: {message}", field=path or None)
+            raise InvalidInput(f"inputs{'.' + path if path else ''}: {message}", field=at_fault or None)
 
     def _decode_json(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {name: _decode_json(self._shape(name), value, name) for name, value in inputs.items()}
