@@ -24,6 +24,7 @@ from gpu_agent.child.profile import Line, Measure, Point, climb, envelope, prove
 from gpu_agent.child.runner import Hosted, Order, Runner
 from gpu_agent.device.torch_device import TorchDevice
 from gpu_agent.device.verdict import Verdict, classify
+from gpu_agent.text import plain_text
 from vramgate.model import Model
 from vramgate.quantities import format_size
 from vramgate.units import compile_units
@@ -102,7 +103,8 @@ class Hosting:
         try:
             answer = self._loaded(message, lane)
         except LoadFailed as failed:
-            answer = {"t": "load_failed", "model": name, "reason": failed.reason, "final": failed.is_final}
+            reason = plain_text(failed.reason)
+            answer = {"t": "load_failed", "model": name, "reason": reason, "final": failed.is_final}
         if answer["t"] == "load_failed":
             # Only after the except block: its traceback holds the frame that holds the model.
             gc.collect()

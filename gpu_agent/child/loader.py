@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from gpu_agent.text import plain_text
 from vramgate.model import Model
 
 
@@ -89,8 +90,15 @@ def _file_version(module: ModuleType) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line, with the place in the user's code where it was raised."""
-    text = " ".join(str(error).split()) or "no message"
+    """An exception in one line, with the place in the user's code where it was raised. Never raises."""
+    try:
+        return plain_text(_in_one_line(error))
+    except Exception:
+        return type(error).__name__
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = " ".join(plain_text(error).split()) or "no message"
     if len(text) > 500:
         text = text[:500] + "..."
     kind = type(error).__name__

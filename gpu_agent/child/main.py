@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu_agent.ipc import Channel
+from gpu_agent.text import plain_text
 
 if TYPE_CHECKING:
     from gpu_agent.device.torch_device import TorchDevice
@@ -102,7 +103,7 @@ def _serve(control: Channel, memory: Channel, setup: Mapping[str, Any], watchdog
     try:
         device = open_device()
     except Exception as error:
-        control.send({"t": "no_device", "reason": f"{type(error).__name__}: {error}"})
+        control.send({"t": "no_device", "reason": f"{type(error).__name__}: {plain_text(error)}"})
         os._exit(EXIT_NO_DEVICE)
     if device.device.type == "cpu":
         # A simulated card is one of several on this host, and nobody may take the host's cores for itself.

@@ -22,6 +22,7 @@ from gpu_agent.child.context import LaneContext, Scope, nobody
 from gpu_agent.child.loader import describe
 from gpu_agent.device.torch_device import TorchDevice
 from gpu_agent.device.verdict import Verdict, classify
+from gpu_agent.text import plain_text
 from vramgate.errors import Cancelled, InputError
 from vramgate.model import Model
 
@@ -125,7 +126,7 @@ class Runner:
             {
                 "t": "done",
                 "batch": order.number,
-                "items": [[e.kind, e.result, e.code, e.detail] for e in ended],
+                "items": [[e.kind, e.result, e.code, e.detail and plain_text(e.detail)] for e in ended],
                 "run_ms": round((time.monotonic() - began) * 1000),
                 "peak": max(0, peak - before),
                 "shared": shared,
@@ -325,11 +326,11 @@ def _chunks(answer: Any) -> Iterator[Any]:
 
 
 def _text_of(error: BaseException) -> str:
-    return error.detail if isinstance(error, InputError | Cancelled) else describe(error)
+    return plain_text(error.detail) if isinstance(error, InputError | Cancelled) else describe(error)
 
 
 def _input_text(detail: str, name: str | None) -> str:
-    return f"{name}: {detail}" if name else detail
+    return f"{plain_text(name)}: {detail}" if name else detail
 
 
 def _ended_by(failure: _Failure) -> Ended:

@@ -10,6 +10,7 @@ import enum
 import re
 from collections.abc import Iterator
 
+from gpu_agent.text import plain_text
 from vramgate.errors import Cancelled, InputError
 
 
@@ -99,7 +100,7 @@ def _judge_one(error: BaseException) -> Verdict | None:
     # about it.
     if not isinstance(error, RuntimeError):
         return None
-    text = str(error)
+    text = plain_text(error)
     if _OOM_TEXT.search(text):
         return Verdict.OOM
     if _HARMLESS_TEXT.search(text):

@@ -90,6 +90,13 @@ class Crasher(Plain):
         return [{"alive": item.text} for item in batch]
 
 
+class Unspeakable(RuntimeError):
+    """It raises when it is asked what it says."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
 class Faulty(Plain):
     """Does what its text says, mostly wrong."""
 
@@ -110,6 +117,14 @@ class Faulty(Plain):
                 raise vramgate.InputError("is not what I like", field="text")
             case "item":
                 return vramgate.InputError("only this one", field="text")
+            case "surrogate":
+                raise ValueError("cannot open '/data/\udcff.png'")
+            case "input-surrogate":
+                raise vramgate.InputError("cannot open '\udcff.png'", field="te\udcffxt")
+            case "unspeakable":
+                raise Unspeakable
+            case "key-surrogate":
+                return {"\udcff": object()}
             case "large":
                 return {"data": b"x" * (64 * MIB)}
             case "object":

@@ -25,9 +25,10 @@ from gpu_agent import budget
 from gpu_agent.batching import form_batch
 from gpu_agent.cardlock import CardLock, CardTakenHere
 from gpu_agent.child.answers import Unfit, is_finite, pack_output
-from gpu_agent.child.loader import LoadFailed, find_class
+from gpu_agent.child.loader import LoadFailed, describe, find_class
 from gpu_agent.child.profile import Point, climb, envelope, prove
 from gpu_agent.clock import ServerClock
+from gpu_agent.device.verdict import Verdict, classify
 from gpu_agent.estimate import Estimate
 from gpu_agent.ipc import Broken, Channel, pack_frame, read_frame
 from gpu_agent.release import Baseline
@@ -229,6 +230,20 @@ def test_non_finite_tensors_of_every_float_type_are_refused(dtype: torch.dtype, 
         pack_output([tensor], check_finite=True, limit=MIB)
     assert caught.value.code == "non_finite"
     pack_output([tensor], check_finite=False, limit=MIB)
+
+
+class _Unspeakable(RuntimeError):
+    """An exception that raises when it is asked what it says."""
+
+    def __str__(self) -> str:
+        raise SystemExit(1)
+
+
+def test_any_exception_is_described_in_text_that_can_be_sent() -> None:
+    """Surrogates are replaced, and one that cannot be shown is named by its type."""
+    assert describe(ValueError("no '/data/\udcff.png'")) == "ValueError: no '/data/?.png'"
+    assert describe(_Unspeakable()) == "_Unspeakable: a _Unspeakable that cannot be shown"
+    assert classify(_Unspeakable(), device_oom=False) is Verdict.MODEL
 
 
 def test_what_cannot_be_sent_says_where_it_is() -> None:

@@ -45,6 +45,10 @@ async def test_every_kind_of_failure_has_its_code(caller: Caller) -> None:
         "raise": ("model_error", "ValueError: the model is broken"),
         "input": ("rejected_by_model", "text: is not what I like"),
         "item": ("rejected_by_model", "text: only this one"),
+        "surrogate": ("model_error", "ValueError: cannot open '/data/?.png'"),
+        "input-surrogate": ("rejected_by_model", "te?xt: cannot open '?.png'"),
+        "unspeakable": ("model_error", "Unspeakable: a Unspeakable that cannot be shown"),
+        "key-surrogate": ("model_error", "output.? is a object"),
         "large": ("output_too_large", "bytes"),
         "object": ("model_error", "cannot be sent"),
     }
