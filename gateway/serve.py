@@ -33,6 +33,7 @@ from gateway.app import create_app
 from gateway.ledger import Ledger
 from gateway.lifecycle import Lifecycle
 from gateway.metrics import MULTIPROCESS_DIR
+from gateway.protocol import BoundedProtocol
 from scheduler.logs import log_event
 from scheduler.settings import Settings
 from scheduler.store import BadStore, Store
@@ -150,7 +151,7 @@ class Worker:
                 app,
                 log_config=None,
                 access_log=False,
-                http="httptools",
+                http=BoundedProtocol,
                 ws="none",
                 lifespan="on",
                 server_header=False,

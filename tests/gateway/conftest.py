@@ -14,6 +14,7 @@ import uvicorn
 
 from gateway.app import create_app
 from gateway.context import Gateway
+from gateway.protocol import BoundedProtocol
 from scheduler.models import HandedJob, HostedModel, Report
 from scheduler.settings import Settings
 from scheduler.store import Store
@@ -147,7 +148,9 @@ async def run_gateway(settings: Settings) -> AsyncIterator[Running]:
     app = create_app(settings)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
-        uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        uvicorn.Config(
+            app, http=BoundedProtocol, log_config=None, access_log=False, timeout_graceful_shutdown=1
+        )
     )
     task = asyncio.create_task(server._serve([listener]))
     await until("the gateway listens", lambda: server.started)

@@ -1,0 +1,131 @@
+"""The HTTP protocol of a connection, with what uvicorn leaves unbounded bounded.
+
+Owns: how large a request's head may be (431) and how long one request may take to arrive (408 while its head
+is open, else the connection is cut). Does not own: the size of a body (`gateway.body`), or connections that
+idle between requests (uvicorn's keep-alive).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_BYTES = 64 * 1024
+ARRIVAL_S = 60.0
+"""From a request's first byte to its last; also how long a new connection may say nothing."""
+
+LINGER_S = 0.5
+"""Closing at once, with unread bytes, resets the connection, and then the client never reads why."""
+
+
+class HeadTooLarge(Exception):
+    """Ends the parser's work on a request; never leaves this module."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol on httptools that gives up requests too large or too slow."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._fed = 0
+        self._counted = 0
+        self._is_arriving = False
+        self._is_head_open = True
+        self._is_refused = False
+        self._alarm: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._fed += len(data)
+        super().data_received(data)
+        # The parser keeps a header to itself until its line ends, so its callbacks cannot count it.
+        if self._is_head_open and self._fed > HEAD_BYTES:
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        if self._is_arriving and self._alarm is None and not self._is_refused:
+            self._arm()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_arriving = self._is_head_open = True
+        self._counted = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + len(b": \r\n"))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._is_head_open = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_arriving, self._is_head_open = False, True
+        self._fed = 0
+        self._disarm()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._is_refused:
+            return
+        if self._counted > HEAD_BYTES:
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            return
+        super().send_400_response(msg)
+
+    def _count(self, size: int) -> None:
+        self._counted += size
+        if self._counted > HEAD_BYTES:
+            raise HeadTooLarge
+
+    def _arm(self) -> None:
+        self._disarm()
+        self._alarm = self.loop.call_later(ARRIVAL_S, self._overdue)
+
+    def _disarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _overdue(self) -> None:
+        self._alarm = None
+        if self._is_answering_earlier():
+            self._arm()
+        elif self._is_arriving and self._is_head_open:
+            self._refuse(HTTPStatus.REQUEST_TIMEOUT)
+        else:
+            self.transport.close()
+
+    def _is_answering_earlier(self) -> bool:
+        """Whether a request that has arrived is still to be answered; the next one waits unread behind it."""
+        if self.pipeline:
+            return True
+        return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        self._is_refused = True
+        self._disarm()
+        # A request that arrived before on this connection may be in the middle of its answer.
+        if self._is_answering_earlier():
+            self.transport.close()
+            return
+        said = status.phrase.encode()
+        self.transport.write(
+            b"HTTP/1.1 %d %s\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n%s" % (status, said, len(said), said)
+        )
+        self.loop.call_later(LINGER_S, self.transport.close)
