@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
+import time
 
 from vramgate.cli import background, up
+from vramgate.cli.exits import INTERRUPTED
 from vramgate.cli.stack import Stack, watch_cards
 
 
@@ -54,3 +59,41 @@ async def test_the_watch_of_cards_ends_by_its_flag() -> None:
             return ()
 
     await asyncio.wait_for(watch_cards(Cards(), up.say, stopped), 5)
+
+
+DEAF = """
+import asyncio
+from vramgate.cli import up
+from vramgate.cli.stack import Stack
+
+class Nothing(Stack):
+    def __init__(self): self.hurry, self._gateways, self._agents = asyncio.Event(), [], []
+    async def start(self): pass
+    async def stop(self): pass
+
+async def deaf(stopped):
+    print("ready", flush=True)
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+
+up.END_S = 0.2
+asyncio.run(up.run_stack(Nothing(), deaf))
+"""
+
+
+def test_a_second_ctrl_c_ends_it_whatever_hangs() -> None:
+    """Work that hears neither the event nor a cancel is ended by the second signal."""
+    with subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.2)  # two signals at once are one to the kernel
+            process.send_signal(signal.SIGINT)
+            assert process.stdout.readline() == "killing what still drains\n"
+            assert process.wait(10) == INTERRUPTED
+        finally:
+            process.kill()

@@ -95,7 +95,7 @@ def test_from_up_to_ctrl_c(folder: Path, up: subprocess.Popen[str]) -> None:
     )
     assert run("infer", "double", '{"x": 21}', cwd=folder).stdout == "42.0\n"
     for view, words in (
-        ("cards", r"simulated|SIM-"),
+        ("cards", r":0 +ready +double"),
         ("models", "double"),
         ("jobs", "succeeded"),
         ("leases", "ID"),
