@@ -217,9 +217,10 @@ def test_numpy_arrays_and_scalars_become_plain() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex32]
 )
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_non_finite_tensors_of_every_float_type_are_refused(dtype: torch.dtype, bad: float) -> None:
     """One bad element is found in every floating type, unless the model opted out."""
     tensor = torch.ones(100).to(dtype)
@@ -237,6 +238,18 @@ class _Unspeakable(RuntimeError):
 
     def __str__(self) -> str:
         raise SystemExit(1)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz]
+)
+def test_non_finite_tensors_of_eight_bits_are_refused(dtype: torch.dtype) -> None:
+    """Also in the types for which torch has no extremes, and what is finite in them leaves."""
+    assert is_finite(torch.ones(100).to(dtype))
+    assert is_finite(torch.full((2,), torch.finfo(dtype).max).to(dtype))
+    with pytest.raises(Unfit) as caught:
+        pack_output(torch.tensor([1.0, float("nan")]).to(dtype), check_finite=True, limit=MIB)
+    assert caught.value.code == "non_finite"
 
 
 def test_any_exception_is_described_in_text_that_can_be_sent() -> None:
