@@ -24,6 +24,9 @@ from vramgate.errors import Refused, UnknownModel
 
 logger = logging.getLogger("gateway")
 
+MAX_REASONS = 4
+MAX_WHY = 600
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -110,6 +113,14 @@ class Catalogue:
         if entry is None:
             raise self._unknown(asked)
         return entry
+
+    def why_nowhere(self, name: str) -> str | None:
+        """What the cards say of a model that none of them can serve; None where one can, or none says."""
+        view = self._views.get(name)
+        if view is None or any(is_ready for _, is_ready, _ in view.cards.values()):
+            return None
+        said = [f"{card}: {reason}" for card, (_, _, reason) in sorted(view.cards.items()) if reason]
+        return "; ".join(said[:MAX_REASONS])[:MAX_WHY] or None
 
     def _enter(self, asked: str) -> Entry | None:
         name, _, version = asked.partition("@")

@@ -27,6 +27,8 @@ from vramgate.errors import ClientLeft, Draining, Refused, StoreUnavailable
 SETTLE_MARGIN_S = 5.0
 """The ledger settles a job at its total clock; so much later its outcome must have arrived here."""
 
+_NO_CARD = ("no_ready_card", "wait_timeout")
+
 
 async def infer(gateway: Gateway, request: Request) -> Response:
     """Validate, submit, and answer in the way that was asked for."""
@@ -53,6 +55,8 @@ async def infer(gateway: Gateway, request: Request) -> Response:
         response = await _answer(gateway, request, submit, form, preference)
     except Refused as refused:
         metrics.INFERENCES.labels(entry.name, refused.code).inc()
+        if refused.code in _NO_CARD and (why := gateway.catalogue.why_nowhere(entry.name)) is not None:
+            refused.detail = f"{refused.detail}; {why}"
         raise
     metrics.INFERENCES.labels(entry.name, "accepted" if response.status_code == 202 else "answered").inc()
     return response

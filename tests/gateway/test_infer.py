@@ -14,6 +14,7 @@ from scheduler.models import HandedJob, Report
 from scheduler.store import Store
 from tests.gateway.conftest import Answerer, Running
 from tests.ledger.fake_agent import FakeAgent, failed, ok
+from tests.ledger.fake_agent import hosted as ledger_hosted
 from tests.waiting import until
 from vramgate import AsyncClient
 from vramgate.errors import InvalidInput
@@ -319,3 +320,12 @@ async def test_a_large_body_does_not_stop_the_others(http: httpx.AsyncClient, an
         await asyncio.sleep(0.01)
     assert (await waiting).status_code == 200, (await waiting).text
     assert others > 3
+
+
+async def test_a_model_that_fits_nowhere_says_why(http: httpx.AsyncClient, store: Store) -> None:
+    """Who waited in vain for a card reads what the cards say of the model, not only that none came free."""
+    await FakeAgent(store, models=(ledger_hosted("huge", ready=False),)).register()
+    response = await http.post("/v1/models/huge/infer", json={"inputs": {}, "options": {"max_wait_s": 0.2}})
+    problem = response.json()
+    assert (response.status_code, problem["code"]) in ((503, "no_ready_card"), (503, "wait_timeout")), problem
+    assert "does not fit" in problem["detail"], problem
