@@ -216,7 +216,9 @@ def test_lists_leases_queues_and_models() -> None:
     """The remaining objects name their kind and their id."""
     lease = documents.lease_document(LeaseView(LEASE, "SIM-1", "job", 1000, JOB, "speech", "running", 5, 10))
     queue = documents.queue_document(QueueView("speech", 3, 999, 400, None))
-    model = documents.model_document(ModelView("speech", 5_500, 9_000, (MODEL,), {"SIM-1": ("v1", True, None)}))
+    model = documents.model_document(
+        ModelView("speech", 5_500, 9_000, (MODEL,), {"SIM-1": ("v1", True, None)})
+    )
     assert documents.list_document([lease], "c") == {"object": "list", "data": [lease], "next": "c"}
     assert (lease["object"], lease["id"], lease["cards"], lease["job"]) == ("lease", LEASE, ["SIM-1"], JOB)
     assert (queue["object"], queue["id"], queue["waiting"]) == ("queue", "speech", 3)
