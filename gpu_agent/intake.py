@@ -265,7 +265,7 @@ class Intake:
                 "t": "run",
                 "batch": batch.number,
                 "model": model.name,
-                "jobs": [[job.job_id, job.inputs, job.units] for job in jobs],
+                "jobs": [[job.job_id, job.inputs, job.units, job.wants_events] for job in jobs],
                 "busy_s": longest_s + self._around.cancel_grace_s + WATCHDOG_SLACK_S,
             }
         )

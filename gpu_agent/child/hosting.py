@@ -56,7 +56,7 @@ class Hosting:
     def run(self, message: Mapping[str, Any]) -> None:
         """Put a batch before its model's lanes."""
         name, number = str(message["model"]), int(message["batch"])
-        order = Order(number, [(str(j), bytes(i), float(u)) for j, i, u in message["jobs"]])
+        order = Order(number, [(str(j), bytes(i), float(u), bool(w)) for j, i, u, w in message["jobs"]])
         self._orders[number] = order
         self._lanes[name].put(lambda lane: self._run(name, order, lane))
 

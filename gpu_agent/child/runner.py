@@ -7,10 +7,11 @@ for a job's further life (the ledger), or estimates.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,10 +47,12 @@ class Ended:
 
 @dataclass(slots=True)
 class Order:
-    """One batch as the supervisor handed it: `jobs` are (id, inputs, units), in the batch's order."""
+    """One batch as the supervisor handed it: `jobs` are (id, inputs, units, whether its pieces of output are
+    wanted), in the batch's order.
+    """
 
     number: int
-    jobs: Sequence[tuple[str, bytes, float]]
+    jobs: Sequence[tuple[str, bytes, float, bool]]
     cancelled: set[int] = field(default_factory=set)
 
 
@@ -180,10 +183,11 @@ class _Batch:
         self._parsed: dict[int, Any] = {}
         self._ended: dict[int, Ended] = {}
         self._chunks: dict[int, list[bytes]] = {}
+        self._streamed_bytes: dict[int, int] = {}
         self._has_streamed = False
 
     def answer(self) -> list[Ended]:
-        for index, (_, inputs, units) in enumerate(self._order.jobs):
+        for index, (_, inputs, units, _) in enumerate(self._order.jobs):
             self._parse(index, inputs, units)
         if self._parsed:
             self._try(sorted(self._parsed))
@@ -227,6 +231,7 @@ class _Batch:
         step = (len(members) + 1) // 2 if verdict is Verdict.OOM else 1
         for start in range(0, len(members), step):
             self._chunks.clear()
+            self._streamed_bytes.clear()
             self._try(members[start : start + step])
 
     def _attempt(self, members: list[int]) -> _Failure | None:
@@ -248,9 +253,12 @@ class _Batch:
         context.raise_if_cancelled()
         answer = self._hosted.model.predict([self._parsed[i] for i in members], context)
         if isinstance(answer, Iterator):
-            for outputs in _chunks(answer):
-                self._take(members, outputs, is_stream=True)
-                context.raise_if_cancelled()
+            with contextlib.closing(_chunks(answer)) as pieces:
+                for outputs in pieces:
+                    self._take(members, outputs, is_stream=True)
+                    context.raise_if_cancelled()
+                    if self._ended.keys() >= set(members):
+                        break
             for index in members:
                 self._ended.setdefault(index, self._joined(self._chunks.get(index, [])))
         else:
@@ -288,9 +296,16 @@ class _Batch:
         return Ended("ok", result=packed)
 
     def _stream(self, index: int, chunk: bytes) -> None:
-        self._chunks.setdefault(index, []).append(chunk)
         self._has_streamed = True
-        self._runner.send({"t": "output", "batch": self._order.number, "item": index, "data": chunk})
+        total = self._streamed_bytes[index] = self._streamed_bytes.get(index, 0) + len(chunk)
+        if total > self._runner.limit:
+            self._chunks.pop(index, None)
+            self._ended[index] = self._too_large(total)
+            return
+        self._chunks.setdefault(index, []).append(chunk)
+        *_, is_wanted = self._order.jobs[index]
+        if is_wanted:
+            self._runner.send({"t": "output", "batch": self._order.number, "item": index, "data": chunk})
 
     def _joined(self, chunks: list[bytes]) -> Ended:
         """One chunk is the answer itself; several are a list of them."""
@@ -299,12 +314,13 @@ class _Batch:
         packer = msgpack.Packer()
         whole = packer.pack_array_header(len(chunks)) + b"".join(chunks) if chunks else msgpack.packb(None)
         if len(whole) > self._runner.limit:
-            return Ended(
-                "failed",
-                code="output_too_large",
-                detail=f"the outputs have {len(whole)} bytes together; {self._runner.limit} may leave",
-            )
+            return self._too_large(len(whole))
         return Ended("ok", result=whole)
+
+    def _too_large(self, size: int) -> Ended:
+        limit = self._runner.limit
+        detail = f"the outputs have {size} bytes together; at most {limit} may leave"
+        return Ended("failed", code="output_too_large", detail=detail)
 
     def _progress(self, item: int | None, done: float, total: float) -> None:
         self._runner.send(
@@ -312,7 +328,7 @@ class _Batch:
         )
 
 
-def _chunks(answer: Any) -> Iterator[Any]:
+def _chunks(answer: Any) -> Generator[Any, None, None]:
     """The lists of a generator, closed in any case so that its frame lets go of the card; or the one list."""
     if not isinstance(answer, Iterator):
         yield answer

@@ -120,6 +120,21 @@ async def test_a_streamed_answer_is_emitted_and_joined(caller: Caller) -> None:
     assert outputs(await caller.run("streamer", "single")) == "single"
 
 
+async def test_a_stream_over_the_output_limit_is_ended(caller: Caller) -> None:
+    """The pieces of an answer are bounded together: a generator without an end fails at the limit."""
+    outcome = await caller.run("streamer", "endless")
+    assert (outcome.state, outcome.code) == ("failed", "output_too_large")
+    assert outputs(await caller.run("streamer", "single")) == "single"
+
+
+async def test_pieces_of_an_answer_are_sent_only_to_those_who_asked(caller: Caller) -> None:
+    """A job that wants no events has no output events, and the same answer."""
+    job = await caller.submit("streamer", "one two three")
+    assert outputs(await caller.outcome(job)) == ["one", "two", "three"]
+    events = [event for _, event in await jobs.read_events(caller.store, job)]
+    assert not [event for event in events if event["type"] == "output"]
+
+
 async def test_progress_reaches_the_events(caller: Caller) -> None:
     """ctx.progress of a watched job is written to its events."""
     job = await caller.submit("sleeper", "0.6", wants_events=True)
