@@ -34,6 +34,7 @@ class _Job:
     progress: Mapping[str, Any] | None = None
     sent_at: float = 0.0
     is_fenced: bool = False
+    dropped: int = 0
 
 
 class Emitter:
@@ -57,6 +58,8 @@ class Emitter:
             entry.progress = data
         elif len(entry.outputs) < MOST_GATHERED:
             entry.outputs.append({"data": msgpack.unpackb(data["data"], strict_map_key=False)})
+        else:
+            entry.dropped += 1
         self._news.set()
 
     def forget(self, lease_id: str) -> None:
@@ -85,6 +88,10 @@ class Emitter:
         if entry.progress is not None:
             events.append(("progress", entry.progress))
         entry.outputs, entry.progress, entry.sent_at = [], None, now
+        if entry.dropped:
+            reason = f"more than {MOST_GATHERED} at a time"
+            self._log_dropped(entry, number=entry.dropped, reason=reason)
+            entry.dropped = 0
         try:
             entry.is_fenced = not await cards.emit(
                 self._store,
@@ -96,4 +103,7 @@ class Emitter:
                 events=events,
             )
         except VramgateError as error:
-            log_event(_LOG, "events_dropped", logging.WARNING, job=entry.job.job_id, reason=error.detail)
+            self._log_dropped(entry, number=len(events), reason=error.detail)
+
+    def _log_dropped(self, entry: _Job, *, number: int, reason: str) -> None:
+        log_event(_LOG, "events_dropped", logging.WARNING, job=entry.job.job_id, number=number, reason=reason)
