@@ -246,11 +246,12 @@ function agent.recall(k, o, class)
   end
 end
 
--- Describes one handed-out job. Inputs up to 64 KiB per call travel inline, as further strings of the reply.
+-- Describes one handed-out job. Events are wanted by listeners, and of an asynchronous job by those who come later.
+-- Inputs up to 64 KiB per call travel inline, as further strings of the reply.
 local function describe(id, j, blobs)
   local d = {
     job = id, lease = j.l, bytes = num(j.lb), model = j.m, version = j.ve or '', units = num(j.u), attempt = num(j.a), alone = j.al and 1 or 0,
-    run_ms = num(j.rl), left_ms = num(j.ct) + num(j.tl) - NOW, request_id = j.rq or '', events = #job.watchers(j, true) > 0 and 1 or 0,
+    run_ms = num(j.rl), left_ms = num(j.ct) + num(j.tl) - NOW, request_id = j.rq or '', events = (j.sy == '0' or #job.watchers(j, true) > 0) and 1 or 0,
     inputs = 0,
   }
   if blobs.bytes + num(j.pb) <= INLINE_INPUTS then

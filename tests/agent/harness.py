@@ -147,8 +147,7 @@ class Caller:
             lease_bytes=lease_bytes(hosted, mib, vram=vram),
             units=mib,
             worker="w",
-            is_async=True,
-            **options,
+            **{"is_async": True} | options,
         )
         return (await admission.submit(self.store, request)).job_id
 

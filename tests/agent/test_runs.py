@@ -127,12 +127,15 @@ async def test_a_stream_over_the_output_limit_is_ended(caller: Caller) -> None:
     assert outputs(await caller.run("streamer", "single")) == "single"
 
 
-async def test_pieces_of_an_answer_are_sent_only_to_those_who_asked(caller: Caller) -> None:
-    """A job that wants no events has no output events, and the same answer."""
-    job = await caller.submit("streamer", "one two three")
-    assert outputs(await caller.outcome(job)) == ["one", "two", "three"]
-    events = [event for _, event in await jobs.read_events(caller.store, job)]
-    assert not [event for event in events if event["type"] == "output"]
+async def test_pieces_of_an_answer_are_kept_for_those_who_may_listen(caller: Caller) -> None:
+    """A caller who waits for the answer alone has no output events written; of an asynchronous job they are
+    kept, for a listener who comes later. The answer is the same.
+    """
+    for is_async, pieces in ((False, 0), (True, 3)):
+        job = await caller.submit("streamer", "one two three", is_async=is_async)
+        assert outputs(await caller.outcome(job)) == ["one", "two", "three"]
+        events = [event for _, event in await jobs.read_events(caller.store, job)]
+        assert len([event for event in events if event["type"] == "output"]) == pieces
 
 
 async def test_progress_reaches_the_events(caller: Caller) -> None:
