@@ -22,7 +22,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 CODE := $(wildcard gateway gpu_agent scheduler vramgate tests examples benchmarks docs)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-XDIST := -n $(TEST_WORKERS) --dist loadfile
+# Native tracebacks: pytest's own parse the source, which on Python 3.11 can end a test process with a SystemError.
+XDIST := -n $(TEST_WORKERS) --dist loadfile --tb=native
 # The tests in which the kind of server can make a difference; the others run once.
 ON_EVERY_SERVER := tests/ledger tests/gateway tests/system
 

@@ -11,6 +11,7 @@ import asyncio
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -23,6 +24,9 @@ from scheduler.embedded import bound_to_owner, find_server, free_port
 from scheduler.settings import Settings, load_settings
 from scheduler.store import Store
 from tests.invariants import check_pool
+
+# A run in the background of a shell inherits an ignored SIGINT, and hands it down to whatever a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class TestServer:
