@@ -21,7 +21,9 @@ from vramgate.cli.tables import duration, size
 
 @dataclass(slots=True)
 class Peaks:
-    """The highest figures of each card that were seen while the clients ran."""
+    """The highest figures of each card while the clients ran. leased: at the moment of a grant, by the
+    ledger's own account; what is measured as resident later may fill a card further.
+    """
 
     leased: dict[str, int] = field(default_factory=dict)
     used: dict[str, int] = field(default_factory=dict)
@@ -29,9 +31,7 @@ class Peaks:
 
     def see(self, cards: Sequence[CardView]) -> None:
         for card in cards:
-            now = card.ledger.resident + card.ledger.jobs + card.ledger.external
-            leased = max(card.peak_leased_bytes, now)
-            self.leased[card.id] = max(self.leased.get(card.id, 0), leased)
+            self.leased[card.id] = max(self.leased.get(card.id, 0), card.peak_leased_bytes)
             if card.sample is not None:
                 self.used[card.id] = max(self.used.get(card.id, 0), card.sample.used)
                 self.allocated[card.id] = max(self.allocated.get(card.id, 0), card.sample.allocated)
