@@ -121,9 +121,9 @@ class Exchange:
             return False
         if want:
             self._may_have_work = False
-        # What has just ended must not count as held: each finish brings a reading of its own. A claim changes
-        # nothing on the card, and the beats' readings do.
-        sample = await self._sampler.take(timeout_s=FRESH_SAMPLE_S) if reports else None
+        # What has just ended must not count as held: each finish brings a sample of its own. A claim changes
+        # nothing on the card, and the beats' samples do.
+        sample = await self._sampler.after_run(timeout_s=FRESH_SAMPLE_S) if reports else None
         starts = self._held.starts()
         if reports:
             handout = await self._ask(

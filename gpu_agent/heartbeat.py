@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import uvloop
+
 from gpu_agent.clock import ServerClock
 from gpu_agent.ending import happens_within
 from gpu_agent.sampler import Sampler
@@ -100,7 +102,7 @@ class Heartbeat:
             await asyncio.to_thread(self._thread.join, self._settings.clocks.session_s)
 
     def _main(self) -> None:
-        asyncio.run(self._beat_for_ever())
+        uvloop.run(self._beat_for_ever())
 
     async def _beat_for_ever(self) -> None:
         self._loop, self._nudged = asyncio.get_running_loop(), asyncio.Event()

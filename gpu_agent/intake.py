@@ -96,10 +96,10 @@ class Intake:
     def take(self, handout: Handout, reported: Sequence[Report]) -> None:
         """An answer came: these reports are acknowledged, and these jobs are ours."""
         self._held.acknowledge(reported)
+        leased = self._leased_bytes()
         for job in handout.jobs:
             if self._held.has(job.job_id, job.lease_id):
                 continue
-            leased = self._leased_bytes()
             self._held.take(job)
             if job.inputs is None:
                 self._held.report(
@@ -112,6 +112,7 @@ class Intake:
                 self._held.report(job, "give_back")
             else:
                 self._waiting[job.job_id] = job
+                leased += job.lease_bytes
         self.dispatch()
 
     def cancel(self, cancels: Sequence[Cancel]) -> None:

@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import uvloop
+
 from gpu_agent.device.listing import list_cards
 from gpu_agent.device.reading import DriverCard, NoNvml
 from gpu_agent.fleet import run_fleet
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             host_dir=host_dir,
             directories=model_directories(args.config),
         )
-        asyncio.run(Supervisor(settings, card, place).run())
+        uvloop.run(Supervisor(settings, card, place).run())
     except (VramgateError, NoNvml, ValueError) as error:
         log_event(_LOG, "agent_failed", logging.ERROR, reason=str(error))
         return _status(error)

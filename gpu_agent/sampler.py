@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from gpu_agent.clock import ServerClock
@@ -24,12 +24,16 @@ from scheduler.models import Sample
 T = TypeVar("T")
 TRIES = 3
 TRIES_S = 0.01
+DRIVER_FRESH_S = 0.25
+"""So long a driver's reading serves the finishes of a child whose allocator has not moved since."""
 OWN_TIMEOUT_S = 0.25
 FEWEST_UNANSWERED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Own:
+    """What the child's allocator says of itself. segments: changes whenever it grew or shrank."""
+
     allocated: int
     reserved: int
     segments: int
@@ -45,6 +49,10 @@ class _Attached:
     asked: int = 0
     unanswered: int = 0
     last_foreign: int | None = None
+    still: tuple[int, float] | None = None
+    """The segments that stood while the driver was last read, and when that was."""
+    told: tuple[int, int] | None = None
+    """Allocated bytes and segments when a run ended, until a sample has been made of it."""
 
 
 class Sampler:
@@ -60,6 +68,7 @@ class Sampler:
         self._busy_since: float | None = None
         self._child: _Attached | None = None
         self.last: Sample | None = None
+        self._renewing = threading.Lock()
         self.trouble: CardUnreadable | None = None
         # A daemon: a driver call that never returns must not hold up the end of the process.
         threading.Thread(target=self._serve, name="nvml", daemon=True).start()
@@ -88,8 +97,9 @@ class Sampler:
 
     def detach(self) -> None:
         """The child is gone; until another is attached there are readings, but no samples."""
-        self._child = None
-        self.last = None
+        with self._renewing:
+            self._child = None
+            self.last = None
 
     async def take(self, *, timeout_s: float | None = None) -> Sample | None:
         """A stamped sample; None when there is no child, no reading, or no time."""
@@ -97,6 +107,27 @@ class Sampler:
             return await self._run(self._sample, timeout_s)
         except (CardUnreadable, TimeoutError):
             return None
+
+    def run_ended(self, *, allocated: int, segments: int) -> None:
+        """The child says so of its own accord as a run ends."""
+        if self._child is not None:
+            self._child.told = (allocated, segments)
+
+    async def after_run(self, *, timeout_s: float) -> Sample | None:
+        """A sample in which the run that has just ended is over.
+
+        While the allocator keeps its segments, what the driver showed a moment ago still holds: only
+        `allocated` has changed. That spares a busy child two questions, and a caller their way.
+        """
+        with self._renewing:
+            child, last = self._child, self.last
+            if child is not None and last is not None and child.told is not None and child.still is not None:
+                (allocated, segments), (stood, read_at) = child.told, child.still
+                child.told = None
+                if segments == stood and time.monotonic() - read_at < DRIVER_FRESH_S:
+                    self.last = replace(last, allocated=allocated)
+                    return self.last
+        return await self.take(timeout_s=timeout_s)
 
     async def read(self) -> MemoryReading:
         """What the driver says. Raises CardUnreadable; a driver that hangs counts as one."""
@@ -147,7 +178,8 @@ class Sampler:
             reserved = own.reserved + child.context
             if was_still:
                 child.last_foreign = max(0, reading.used - reserved)
-                return self._keep(child, _stamped(reading, own, child.context, read_ms, used=reading.used))
+                sample = _stamped(reading, own, child.context, read_ms, used=reading.used)
+                return self._keep(child, sample, still=(own.segments, time.monotonic()))
             if tries == TRIES or time.monotonic() > deadline:
                 if child.last_foreign is None:
                     return None
@@ -167,10 +199,13 @@ class Sampler:
             return None
         return read_ms, reading, after, before.segments == after.segments
 
-    def _keep(self, child: _Attached, sample: Sample) -> Sample | None:
-        if child is not self._child:
-            return None
-        self.last = sample
+    def _keep(
+        self, child: _Attached, sample: Sample, *, still: tuple[int, float] | None = None
+    ) -> Sample | None:
+        with self._renewing:
+            if child is not self._child:
+                return None
+            self.last, child.still = sample, still
         return sample
 
     def _read_driver(self) -> MemoryReading:

@@ -235,6 +235,7 @@ class Supervisor:
             case "started":
                 self._intake.on_started(int(message["batch"]))
             case "done":
+                self._sampler.run_ended(allocated=message["allocated"], segments=message["segments"])
                 self._intake.on_done(message)
                 self._voice.refresh_models()
             case "progress" | "output":

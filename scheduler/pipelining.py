@@ -8,13 +8,15 @@ calls that it carried, and each caller repeats its own.
 from __future__ import annotations
 
 import asyncio
+import builtins
 from collections import deque
 from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import redis.asyncio as aioredis
-from redis.exceptions import ConnectionError
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
 T = TypeVar("T")
 MOST_TOGETHER = 64
@@ -48,10 +50,15 @@ class _Call:
 
 
 class ScriptLine:
-    """EVALSHA for any number of concurrent callers of one event loop."""
+    """EVALSHA for any number of concurrent callers of one event loop. `client` is its own, and has no socket
+    timeout: one deadline for a flight costs less than one for each write and each read.
+    """
 
-    def __init__(self, client: aioredis.Redis) -> None:
+    def __init__(self, client: aioredis.Redis, *, timeout_s: float) -> None:
         self._client = client
+        self._pool = client.connection_pool
+        self._timeout_s = timeout_s
+        self._idle: list[AbstractConnection] = []
         self._waiting: deque[_Call] = deque()
         self._flights: set[asyncio.Task[None]] = set()
         self._alone: set[asyncio.Task[None]] = set()
@@ -86,21 +93,54 @@ class ScriptLine:
         flight.add_done_callback(land)
 
     async def _fly(self, calls: Sequence[_Call]) -> None:
-        if not calls:
-            return
         try:
-            async with self._client.pipeline(transaction=False) as pipe:
-                for call in calls:
-                    pipe.evalsha(call.sha, call.keys, *call.arguments)
-                replies = await pipe.execute(raise_on_error=False)
+            if calls:
+                async with asyncio.timeout(self._timeout_s) as limit:
+                    await self._carry(calls, limit)
+        except builtins.TimeoutError:
+            _fail(calls, TimeoutError(f"no answer within {self._timeout_s:g} s"))
         except Exception as error:
             _fail(calls, error)
-            return
-        for call, reply in zip(calls, replies, strict=True):
-            if isinstance(reply, Exception):
-                _fail([call], reply)
-            elif not call.answer.done():
-                call.answer.set_result(reply)
+
+    async def _carry(self, calls: Sequence[_Call], limit: asyncio.Timeout) -> None:
+        connection = await self._connection()
+        is_whole = False
+        try:
+            commands = [("EVALSHA", call.sha, call.keys, *call.arguments) for call in calls]
+            await connection.send_packed_command(connection.pack_commands(commands))
+            for call in calls:
+                try:
+                    reply = await connection.read_response()
+                except ResponseError as error:
+                    _fail([call], error)
+                else:
+                    if not call.answer.done():
+                        call.answer.set_result(reply)
+                self._go_on(limit)
+            is_whole = True
+        finally:
+            if not is_whole:
+                # Answers that are still to come belong to nobody any more.
+                await connection.disconnect(nowait=True)
+            if len(self._idle) < MOST_FLIGHTS:
+                self._idle.append(connection)
+            else:
+                await self._pool.release(connection)
+
+    async def _connection(self) -> AbstractConnection:
+        connection: AbstractConnection
+        if self._idle:
+            connection = self._idle.pop()
+            await self._pool.ensure_connection(connection)
+        else:
+            connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+        return connection
+
+    def _go_on(self, limit: asyncio.Timeout) -> None:
+        """The time-out is that of one answer; a flight of many may take longer as long as they come."""
+        now, ends = asyncio.get_running_loop().time(), limit.when()
+        if ends is not None and ends - now < self._timeout_s / 2:
+            limit.reschedule(now + self._timeout_s)
 
     def _board(self) -> list[_Call]:
         boarding = [self._waiting.popleft() for _ in range(min(MOST_TOGETHER, len(self._waiting)))]
@@ -116,6 +156,8 @@ class ScriptLine:
         for flight in flights:
             flight.cancel()
         await asyncio.gather(*flights, return_exceptions=True)
+        await self._client.aclose()
+        await self._pool.disconnect()
 
 
 def _closed() -> ConnectionError:

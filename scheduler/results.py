@@ -59,6 +59,7 @@ class ResultReader:
         self._early: OrderedDict[str, Outcome] = OrderedDict()
         self._tasks: list[asyncio.Task[None]] = []
         self._last = "0"
+        self._untrimmed = 0
         self._must_check_all = False
         self._is_closing = asyncio.Event()
 
@@ -160,7 +161,16 @@ class ResultReader:
         for entry_id, fields in answer[0][1]:
             self._take(fields)
             self._last = entry_id.decode()
-        await self._redis.xtrim(self._stream, minid=_after(self._last), approximate=True)
+            self._untrimmed += 1
+        if self._untrimmed >= BATCH:
+            await self._trim()
+
+    async def _trim(self) -> None:
+        """Drop what was read; not after each reading, since a caller waits for the next one."""
+        self._untrimmed = 0
+        await self._store.guarded(
+            lambda: self._store.redis.xtrim(self._stream, minid=_after(self._last), approximate=True)
+        )
 
     def _take(self, fields: dict[bytes, bytes]) -> None:
         job_id = fields[b"j"].decode()
@@ -205,6 +215,8 @@ class ResultReader:
             part, turn = turn[:CHECKED_PER_INTERVAL], turn[CHECKED_PER_INTERVAL:]
             try:
                 await self._check(part)
+                if self._untrimmed:
+                    await self._trim()
             except errors.VramgateError as error:
                 log_event(logger, "results_check_failed", level=logging.WARNING, error=str(error))
 

@@ -115,10 +115,15 @@ class Store:
         self.settings = settings
         self.pool = settings.pool
         self.keys = Keys(settings.pool)
-        self.redis = self._client(
-            max_connections or settings.redis.max_connections, timeout_s=settings.redis.command_timeout_s
-        )
-        self._scripts = ScriptLine(self.redis)
+        # One half for scripts, the other for plain commands.
+        connections = max(2, (max_connections or settings.redis.max_connections) // 2)
+        timeout_s = settings.redis.command_timeout_s
+        self.redis = self._client(connections, timeout_s=timeout_s)
+        self._scripts = ScriptLine(self._client(connections, timeout_s=None), timeout_s=timeout_s)
+        self._retry = {
+            retries: Retry(ExponentialWithJitterBackoff(cap=0.4, base=0.05), retries, _UNAVAILABLE)
+            for retries in (0, RETRIES)
+        }
         self._script_settings = _script_settings(settings)
         self._run_id: str | None = None
         self._recovering = asyncio.Lock()
@@ -139,7 +144,7 @@ class Store:
             raise
         return store
 
-    def _client(self, max_connections: int, *, timeout_s: float) -> aioredis.Redis:
+    def _client(self, max_connections: int, *, timeout_s: float | None) -> aioredis.Redis:
         settings = self.settings.redis
         try:
             pool = aioredis.BlockingConnectionPool.from_url(
@@ -148,12 +153,12 @@ class Store:
                 timeout=settings.command_timeout_s,
                 socket_timeout=timeout_s,
                 socket_connect_timeout=settings.connect_timeout_s,
-                socket_keepalive=True,
                 health_check_interval=15,
                 retry=Retry(NoBackoff(), 0),
                 decode_responses=False,
                 protocol=2,
                 redis_connect_func=self._on_connect,
+                **({} if self.settings.redis_url.startswith("unix:") else {"socket_keepalive": True}),
             )
         except ValueError as error:
             raise BadStore(f"redis_url {self.settings.redis_url!r} cannot be used: {error}") from None
@@ -280,9 +285,7 @@ class Store:
         """
         if not self._is_checked:
             await self.check()
-        retry = Retry(
-            ExponentialWithJitterBackoff(cap=0.4, base=0.05), RETRIES if is_idempotent else 0, _UNAVAILABLE
-        )
+        retry = self._retry[RETRIES if is_idempotent else 0]
 
         async def call() -> Reply:
             return await self._call(name, args, keys, blobs)

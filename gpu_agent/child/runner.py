@@ -134,6 +134,8 @@ class Runner:
                 "peak": max(0, peak - before),
                 "shared": shared,
                 "buffers": hosted.buffer_bytes,
+                "allocated": self.device.allocated(),
+                "segments": self.device.segments(),
             }
         )
 

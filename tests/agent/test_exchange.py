@@ -84,7 +84,7 @@ class Bench:
         now_ms = self.clock.now_ms() or 0
         return Sample(now_ms, self.total, 0, 0, 0, 0, 0, 0, used_by_lease={})
 
-    async def take(self, *, timeout_s: float | None = None) -> Sample:
+    async def after_run(self, *, timeout_s: float) -> Sample:
         return self.sample()
 
     async def begin(self) -> None:

@@ -13,7 +13,11 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from scheduler import inventory
+from scheduler.cards import WakeListener
 from scheduler.embedded import EmbeddedServer, ServerError, find_server
+from scheduler.settings import load_settings
+from scheduler.store import Store
 from tests.waiting import is_running, until
 
 OWNER = """
@@ -45,6 +49,22 @@ async def test_data_survives_a_restart(tmp_path: Path) -> None:
         await server.stop()
         await server.stop()
         assert pid is not None and not is_running(pid)
+
+
+async def test_a_unix_socket_is_a_url_like_any_other(tmp_path: Path) -> None:
+    """`unix:` reaches the ledger, for the plain commands, the scripts and the blocking reads."""
+    path = tmp_path / "ledger.sock"
+    server = EmbeddedServer()
+    await server.start(tmp_path, arguments=["--unixsocket", str(path)])
+    try:
+        store = await Store.connect(load_settings(None, redis_url=f"unix://{path}", pool="test"))
+        assert await inventory.cards(store) == ()
+        listener = WakeListener(store, "card")
+        assert not await listener.wait(0.05)
+        await listener.close()
+        await store.close()
+    finally:
+        await server.stop()
 
 
 async def test_a_server_is_ready_only_when_it_has_read_its_data(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+import redis.asyncio as aioredis
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from scheduler import inventory, jobs
@@ -18,16 +19,23 @@ ECHO = "return ARGV[1]"
 BROKEN = "return redis.call('HGET', KEYS[1])"
 
 
+@pytest.fixture
+async def line(store: Store) -> AsyncIterator[ScriptLine]:
+    pool = aioredis.BlockingConnectionPool.from_url(store.settings.redis_url, max_connections=8, protocol=2)
+    line = ScriptLine(aioredis.Redis(connection_pool=pool), timeout_s=2.0)
+    yield line
+    await line.close()
+
+
 async def _load(store: Store, text: str) -> str:
     sha: Any = await store.redis.script_load(text)
     return sha.decode() if isinstance(sha, bytes) else str(sha)
 
 
-async def test_each_call_has_its_own_answer_and_its_own_error(store: Store) -> None:
+async def test_each_call_has_its_own_answer_and_its_own_error(store: Store, line: ScriptLine) -> None:
     """Of 300 concurrent calls every third fails in its script and every seventh is unknown; the others are
     answered, each with its own words, over two connections at most."""
     echo, broken = await _load(store, ECHO), await _load(store, BROKEN)
-    line = ScriptLine(store.redis)
 
     def call(number: int) -> Any:
         sha = "0" * 40 if number % 7 == 0 else broken if number % 3 == 0 else echo
@@ -41,13 +49,11 @@ async def test_each_call_has_its_own_answer_and_its_own_error(store: Store) -> N
             assert isinstance(answer, ResponseError)
         else:
             assert answer == str(number).encode()
-    await line.close()
 
 
-async def test_a_caller_that_gives_up_takes_nobody_along(store: Store) -> None:
+async def test_a_caller_that_gives_up_takes_nobody_along(store: Store, line: ScriptLine) -> None:
     """Cancelling one of many waiting calls leaves the others answered."""
     echo = await _load(store, ECHO)
-    line = ScriptLine(store.redis)
     tasks = [
         asyncio.create_task(line.evalsha(echo, 1, (store.keys.name("tomb", "x"), str(number))))
         for number in range(50)
@@ -59,41 +65,35 @@ async def test_a_caller_that_gives_up_takes_nobody_along(store: Store) -> None:
     assert [answer for index, answer in enumerate(answers) if index != 7] == [
         str(number).encode() for number in range(50) if number != 7
     ]
-    await line.close()
 
 
-async def test_large_calls_do_not_hold_up_small_ones(store: Store) -> None:
+async def test_large_calls_do_not_hold_up_small_ones(store: Store, line: ScriptLine) -> None:
     """A call above the bound is answered on a connection of its own while both flights are busy."""
     echo = await _load(store, ECHO)
-    line = ScriptLine(store.redis)
     large = "x" * (LARGE_BYTES + 1)
     small = [line.evalsha(echo, 1, (store.keys.name("tomb", "x"), "s")) for _ in range(MOST_FLIGHTS)]
     answers = await asyncio.gather(*small, line.evalsha(echo, 1, (store.keys.name("tomb", "x"), large)))
     assert answers[-1] == large.encode()
-    await line.close()
 
 
-async def test_a_connection_that_breaks_fails_what_it_carried(store: Store) -> None:
+async def test_a_connection_that_breaks_fails_what_it_carried(store: Store, line: ScriptLine) -> None:
     """With every connection cut, each call either is answered or fails by itself; afterwards all work
     again.
     """
     echo = await _load(store, ECHO)
-    line = ScriptLine(store.redis)
     calls = [
         asyncio.create_task(line.evalsha(echo, 1, (store.keys.name("tomb", "x"), str(n)))) for n in range(100)
     ]
     await asyncio.sleep(0)
-    await store.redis.connection_pool.disconnect()
+    assert await store.redis.client_kill_filter(_type="normal")
     answers = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(answer, bytes | RedisError) for answer in answers)
     assert await line.evalsha(echo, 1, (store.keys.name("tomb", "x"), "again")) == b"again"
-    await line.close()
 
 
-async def test_closing_leaves_nobody_waiting(store: Store) -> None:
+async def test_closing_leaves_nobody_waiting(store: Store, line: ScriptLine) -> None:
     """Callers of a line that closes are told."""
     echo = await _load(store, ECHO)
-    line = ScriptLine(store.redis)
     calls = [
         asyncio.create_task(line.evalsha(echo, 1, (store.keys.name("tomb", "x"), str(n)))) for n in range(500)
     ]
