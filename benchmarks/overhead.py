@@ -1,14 +1,15 @@
-"""What the gate costs over HTTP: a model that does nothing behind vramgate, and behind plain FastAPI.
+"""What the gate costs over HTTP: a model that does nothing behind vramgate, plain FastAPI and LitServe.
 
-`python benchmarks/overhead.py [--seconds 6] [--rounds 3]`, with `wrk` on PATH. Both serve on this machine in
-turn, each with one worker; the ledger, the agent and the load share its cores with the gateway. What may be
-quoted is the ratio.
+`python benchmarks/overhead.py [--seconds 6] [--rounds 3]`, with `wrk` on PATH and `litserve` installed (left
+out where it is not). They serve on this machine in turn, each with one worker; the ledger, the agent and the
+load share its cores with the gateway. What may be quoted are the ratios of one run.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import re
 import shutil
@@ -39,6 +40,20 @@ async def infer(body: Body):
 @app.get("/readyz")
 async def ready():
     return {}
+"""
+LITSERVE = """
+import sys
+import litserve
+class Noop(litserve.LitAPI):
+    def setup(self, device): pass
+    def decode_request(self, request): return request["inputs"]["text"]
+    def predict(self, text): return text
+    def encode_response(self, text): return {"outputs": {"text": text}}
+if __name__ == "__main__":
+    api = Noop(api_path="/v1/models/noop/infer")
+    server = litserve.LitServer(api, accelerator="cpu", workers_per_device=1)
+    options = {"num_api_servers": 1, "log_level": "warning", "generate_client_file": False}
+    server.run(host="127.0.0.1", port=int(sys.argv[1]), **options)
 """
 MODEL = """
 import pydantic, vramgate
@@ -125,12 +140,13 @@ def main() -> None:
         folder = Path(name)
         for file, text in (
             ("plain.py", PLAIN),
+            ("lit.py", LITSERVE),
             ("noop.py", MODEL),
             ("vramgate.toml", CONFIG),
             ("request.lua", REQUEST),
         ):
             (folder / file).write_text(text)
-        ports = {"plain": free_port(), "vramgate": free_port()}
+        ports = {kind: free_port() for kind in ("plain", "litserve", "vramgate")}
         commands = {
             "plain": [
                 sys.executable,
@@ -141,11 +157,15 @@ def main() -> None:
                 str(ports["plain"]),
                 "--no-access-log",
             ],
+            "litserve": [sys.executable, "lit.py", str(ports["litserve"])],
             "vramgate": [
                 *(sys.executable, "-P", "-m", "vramgate.cli.main", "up", "--config", "vramgate.toml"),
                 *("--simulate", "1x512MiB", "--port", str(ports["vramgate"])),
             ],
         }
+        if importlib.util.find_spec("litserve") is None:
+            print("litserve is not installed: measured without it")
+            del commands["litserve"]
         found: dict[tuple[str, int], list[Figures]] = {}
         for _ in range(arguments.rounds):
             for kind, command in commands.items():
@@ -168,8 +188,13 @@ def main() -> None:
 
     share = middle("vramgate", 64, "rate") / middle("plain", 64, "rate")
     added = middle("vramgate", 1, "median_ms") - middle("plain", 1, "median_ms")
-    print(f"throughput at 64 clients: {share:.2f} of plain FastAPI's (medians of {arguments.rounds} rounds)")
+    print(f"medians of {arguments.rounds} rounds")
+    print(f"throughput at 64 clients: {share:.2f} of plain FastAPI's")
     print(f"latency with one in flight: {added:.2f} ms more than plain FastAPI's")
+    if "litserve" in commands:
+        share = middle("vramgate", 64, "rate") / middle("litserve", 64, "rate")
+        times = middle("vramgate", 1, "median_ms") / middle("litserve", 1, "median_ms")
+        print(f"beside LitServe: {share:.2f} of its throughput at 64 clients, {times:.1f} x its latency")
 
 
 if __name__ == "__main__":
