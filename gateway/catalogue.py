@@ -165,9 +165,9 @@ class Catalogue:
         return UnknownModel(f"no agent has served {name[:64]!r} lately; {hint}")
 
 
-HostedReaderKey = tuple[str, str, str, str, int, float]
+HostedReaderKey = tuple[str, str, str, int, float]
 
 
 def _reader_key(model: HostedModel) -> HostedReaderKey:
     # The estimate too: a reader carries the model that its lease is reckoned from.
-    return (model.name, model.version, model.schema_hash, model.units, model.c0_item, model.c1)
+    return (model.name, model.version, model.contract, model.c0_item, model.c1)

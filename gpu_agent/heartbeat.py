@@ -137,7 +137,8 @@ class Heartbeat:
                 answer = await cards.heartbeat(
                     store, card=self._card, session=word.session, beat=beat, slots=word.slots
                 )
-            self._models_told = (word.session, word.models_number)
+            # A version in dispute is asked for again: whoever holds it may have left meanwhile.
+            self._models_told = None if answer.disputed else (word.session, word.models_number)
             self._clock.hear(answer.now_ms)
             self._said(None)
             self._heard(word, answer)

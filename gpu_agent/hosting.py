@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gpu_agent.estimate import Estimate
+from scheduler.logs import log_event
 from scheduler.models import HostedModel
 from scheduler.settings import ModelSettings, Settings
 from vramgate.model import BatchUnits, batch_need
 
+_LOG = logging.getLogger(__name__)
 MOST_LOADS = 3
 RETRY_S = (5.0, 30.0)
 _UNKNOWN_VERSION = "unknown"
@@ -25,12 +28,15 @@ _UNKNOWN_VERSION = "unknown"
 
 @dataclass(slots=True)
 class CardModel:
-    """One configured model. `known` outlives the child: a new one need not measure again."""
+    """One configured model. `known` outlives the child: a new one need not measure again. `disputed`: why the
+    ledger does not take it, although it may be ready here.
+    """
 
     name: str
     settings: ModelSettings
     state: Literal["absent", "loading", "ready", "failed"] = "absent"
     reason: str | None = None
+    disputed: str | None = None
     descriptor: Mapping[str, Any] | None = None
     known: Estimate | None = None
     failures: int = 0
@@ -119,7 +125,7 @@ class CardModel:
             units=str(facts.get("units", "1")),
             batch_units=self.batch_units,
             schema=schema,
-            schema_hash=schema_hash(schema),
+            schema_hash=schema_hash(schema) if self.descriptor is not None else "",
             output_schema=facts.get("output_schema"),
         )
 
@@ -160,6 +166,20 @@ class CardModels:
     def published(self) -> tuple[HostedModel, ...]:
         """Every model that has been tried; one that was never loaded is not heard of before it is known."""
         return tuple(m.published() for m in self.all if m.descriptor is not None or m.state == "failed")
+
+    def hear_disputes(self, disputed: Mapping[str, str]) -> None:
+        """The ledger's answer to what was published: the models that it does not take, and why. Each change
+        is logged once.
+        """
+        for model in self.all:
+            reason = disputed.get(model.name)
+            if reason == model.disputed:
+                continue
+            model.disputed = reason
+            if reason is None:
+                log_event(_LOG, "version_free", model=model.name)
+            else:
+                log_event(_LOG, "version_disputed", logging.ERROR, model=model.name, reason=reason)
 
     def child_gone(self) -> None:
         """No model is loaded any more; what was given up stays given up."""

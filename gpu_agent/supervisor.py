@@ -254,6 +254,7 @@ class Supervisor:
         if word.session != self._session.id or self._session.is_lost:
             return
         self._held.starts_are_known(word.beat.starts)
+        self._models.hear_disputes(answer.disputed)
         self._intake.cancel(answer.cancels)
         self._intake.recall(answer.recalls)
         is_accepting = answer.operator_state == "ready"

@@ -1,9 +1,10 @@
 -- heartbeat: an agent is alive, what its card's memory is, what it holds; what it should end or give back.
 -- Guarantee: a job that was handed out at or before the applied number and is not held runs again, without a crash count; a late
--- beat cannot requeue what a newer answer handed out.
+-- beat cannot requeue what a newer answer handed out. A model whose version another living card publishes with another contract
+-- is not taken; it is once nobody does any more and it is published again.
 -- Fence: session. KEYS: meta, card:<id>
 -- ARGV: arguments {card, session, state, reason, applied, held {lease -> job}, starts, sample, hosted?}, settings, lease ids
--- Returns: ok {cancels, recalls, operator, has_work, more} | lost
+-- Returns: ok {cancels, recalls, disputed {model -> reason}, operator, has_work, more} | lost
 -- Cost: the leases of the card; at most 16 requeued, 16 granted, 16 deadlines, one ended session.
 -- include: base transitions rate lease job settle place agent sweep
 local k = lease.card(A.card)
@@ -11,7 +12,7 @@ if not agent.holds_card(k) then return reply('lost') end
 begin_writes()
 agent.renew(k)
 agent.note_seen(k)
-if A.hosted then agent.publish(k, A.hosted) end
+local disputed = A.hosted and agent.publish(k, A.hosted) or {}
 agent.starts(k, A.starts)
 local is_late = A.state == 'ready' and A.applied < k.dq
 if not is_late and (k.ag ~= A.state or redis.call('HGET', key('card', k.id), 'rs') ~= (A.reason or '')) then
@@ -28,7 +29,8 @@ for i = 1, #all, 2 do
   local id, record = all[i], cmsgpack.unpack(all[i + 1])
   known[id] = true
   local handed = record[lease.HANDED]
-  if handed > 0 and handed <= A.applied and not A.held[id] then
+  local is_misplaced = disputed[record[lease.MODEL]]
+  if (handed > 0 and handed <= A.applied and not A.held[id]) or (handed == 0 and is_misplaced) then
     if unheld == MOVE_LIMIT then
       more = true
     else
@@ -36,8 +38,9 @@ for i = 1, #all, 2 do
       lease.release(k, id, record)
       local job_id = record[lease.JOB]
       local j = job.load(job_id)
+      if handed == 0 then redis.call('LREM', key('ready', k.id), 1, job_id) end
       if j and j.l == id and job.is_live(j) then
-        agent.requeue(job_id, j, 'unheld')
+        agent.requeue(job_id, j, handed == 0 and 'unclaimed' or 'unheld')
         place.requeued(job_id, j)
       elseif j and j.l == id then
         local next_id, n = settle.lease_ended(job_id, j)
@@ -47,7 +50,7 @@ for i = 1, #all, 2 do
   elseif handed > 0 and record[lease.ENDING] > 0 then
     local j = job.load(record[lease.JOB])
     cancels[#cancels + 1] = { job = record[lease.JOB], lease = id, force = record[lease.ENDING] == 2 and 1 or 0, reason = j and j.co or 'gone' }
-  elseif record[lease.RECALL] ~= '' and record[lease.STARTED] == 0 then
+  elseif (is_misplaced or record[lease.RECALL] ~= '') and record[lease.STARTED] == 0 then
     recalls[#recalls + 1] = record[lease.JOB]
   end
 end
@@ -65,6 +68,6 @@ more = place.pump(k.id) or more
 more = sweep.deadlines() or more
 more = sweep.sessions() or more
 return reply('ok', {
-  cancels = cancels, recalls = recalls, operator = k.op, more = more and 1 or 0,
+  cancels = cancels, recalls = recalls, disputed = disputed, operator = k.op, more = more and 1 or 0,
   has_work = redis.call('EXISTS', key('ready', k.id)),
 })

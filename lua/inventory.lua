@@ -59,7 +59,7 @@ if A.models then
       end
     end
     told.models[#told.models + 1] = {
-      name = named[i], seen = num(named[i + 1]), since = since, versions = versions, cards = redis.call('SMEMBERS', key('on', named[i])),
+      name = named[i], seen = num(named[i + 1]), since = since, versions = versions,
     }
   end
 end

@@ -1,5 +1,6 @@
 -- register: an agent takes a card, with a fresh measurement. What its former session left is requeued, its leases end here.
--- Guarantee: one live session per card; no lease survives that the new session does not hold.
+-- Guarantee: one live session per card; no lease survives that the new session does not hold; cards that live and host a version
+-- agree on its contract (input schema, units, batch_units).
 -- Fence: the session that holds the card, while it lives. KEYS: meta, card:<id>
 -- ARGV: arguments {card, session, state, reason, host, name, index, product, pid, headroom, simulated, sample, hosted {models, slots, resident, packed}},
 -- settings, lease ids
@@ -34,6 +35,7 @@ redis.call('HSET', key('card', k.id),
   'sid', k.sid, 'op', k.op, 'ag', k.ag, 'rs', A.reason or '', 'host', A.host, 'nm', A.name, 'ix', int(A.index), 'pr', A.product,
   'pid', int(A.pid), 'hr', int(A.headroom), 'si', int(A.simulated))
 agent.publish(k, A.hosted)
+redis.call('HINCRBY', META, 'stamp', 1)
 agent.note_seen(k)
 agent.renew(k)
 agent.sample(k, A.sample)

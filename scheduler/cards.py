@@ -67,6 +67,7 @@ def _hosted(models: Sequence[HostedModel], slots: int) -> dict[str, Any]:
                 "version": model.version,
                 "ready": int(model.ready),
                 "slots": model.slots,
+                "contract": model.contract,
                 "descriptor": pack_hosted(model),
             }
             for model in models
@@ -313,6 +314,7 @@ async def heartbeat(store: Store, *, card: str, session: str, beat: Beat, slots:
         operator_state=fields["operator"],
         has_work=bool(fields["has_work"]),
         more=bool(fields["more"]),
+        disputed=dict(fields["disputed"] or ()),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -47,6 +48,13 @@ def _state(raw: Mapping[str, str], is_open: bool) -> tuple[str, str | None]:
     if agent != "ready":
         return agent, raw.get("rs") or None
     return ("ready", None) if is_open else ("down", "its memory reading is older than two beats")
+
+
+def _as_taken(model: HostedModel, dispute: str | None) -> HostedModel:
+    """A model as the ledger takes it: not ready where its version is in dispute, whatever its agent says."""
+    if dispute is None:
+        return model
+    return replace(model, ready=False, slots=0, reason=model.reason or dispute)
 
 
 def _card_view(told: Mapping[str, Any], hosted: list[dict[str, Any]], now_ms: int, store: Store) -> CardView:
@@ -99,7 +107,7 @@ def _card_view(told: Mapping[str, Any], hosted: list[dict[str, Any]], now_ms: in
         sample_age_ms=now_ms - number("sm") if number("sm") else None,
         headroom=number("hr"),
         peak_leased_bytes=number("pk"),
-        models=tuple(HostedModel(**fields) for fields in hosted),
+        models=tuple(_as_taken(HostedModel(**fields), raw.get(f"d:{fields['name']}")) for fields in hosted),
         head=raw.get("hj") or None,
     )
 
@@ -188,8 +196,8 @@ async def models(store: Store) -> tuple[ModelView, ...]:
             versions=tuple(unpack_hosted(reply.blobs[index - 1]) for index in told["versions"] or ()),
             cards={
                 card_id: (model.version, model.ready, model.reason)
-                for card_id in told["cards"] or ()
-                if (model := hosted.get(card_id, {}).get(told["name"])) is not None
+                for card_id, on_card in hosted.items()
+                if (model := on_card.get(told["name"])) is not None
             },
         )
         for told in reply.fields["models"] or ()

@@ -151,7 +151,7 @@ class HostedModel:
 
     slots: how many jobs of it may be leased on this card at once (lanes x max_batch + one prefetched batch,
     or its `concurrency`). resident_bytes: weights and what one lane needs however small the input. lease =
-    c0_item + c1 x units.
+    c0_item + c1 x units. schema_hash: empty until it was loaded once; nothing is known of its inputs before.
     """
 
     name: str
@@ -170,6 +170,14 @@ class HostedModel:
     schema_hash: str
     output_schema: Mapping[str, Any] | None = None
     owned_by: str = "vramgate"
+
+    @property
+    def contract(self) -> str:
+        """What gateways hold callers to: how inputs are read, and what units mean. Living cards that host one
+        name and version have the same; estimates and slots are each card's own. Empty: nothing is known.
+        """
+        is_known = self.ready or self.schema_hash
+        return f"{self.schema_hash} {self.batch_units} {self.units}" if is_known else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +300,8 @@ class Cancel:
 @dataclass(frozen=True, slots=True)
 class BeatAnswer:
     """What the ledger tells an agent: Redis time, cancels, jobs to give back when not started, the operator's
-    wish.
+    wish. disputed: model -> why the card is no place for it; known where the beat carried the models, so they
+    are to be sent again until nothing is disputed.
     """
 
     now_ms: int
@@ -301,6 +310,7 @@ class BeatAnswer:
     operator_state: OperatorState
     has_work: bool
     more: bool
+    disputed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

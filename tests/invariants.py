@@ -39,6 +39,7 @@ async def check_pool(store: Store) -> None:
     """Raises AssertionError that names the key at fault."""
     await check_sums(store)
     await check_owners(store)
+    await check_versions(store)
     stats = await inventory.totals(store)
     assert stats.get("settled_twice", 0) == 0, "a job was settled twice"
     assert stats.get("drift", 0) == 0, "an audit found drift"
@@ -88,6 +89,30 @@ async def check_owners(store: Store) -> None:
     assert int(limits.get(b"b", 0)) == payload, f"payloads: {payload} bytes, counted {limits.get(b'b')}"
     scheduled = {member.decode() for member in await redis.zrange(store.keys.name("deadlines"), 0, -1)}
     assert scheduled == live.keys(), f"deadlines and live jobs differ by {scheduled ^ live.keys()}"
+
+
+async def check_versions(store: Store) -> None:
+    """Living cards that host a version agree on its contract; a model in dispute has no place on its card."""
+    redis: Any = store.redis
+    agreed: dict[str, bytes] = {}
+    for raw in await redis.zrange(store.keys.name("cards"), 0, -1):
+        card = raw.decode()
+        fields = await redis.hgetall(store.keys.card(card))
+        classes = fields.get(b"cl", b"").decode().split()
+        for field in (name.decode() for name in fields if name.startswith(b"d:")):
+            name = field.removeprefix("d:")
+            assert f"m:{name}".encode() not in fields, (
+                f"card {card} has slots for {name}, which is in dispute"
+            )
+            assert name not in classes, f"card {card} serves waiters of {name}, which is in dispute"
+        for name in classes:
+            assert await redis.sismember(store.keys.name("on", name), card), (
+                f"card {card} is not in on:{name}"
+            )
+            model, _, version = name.partition("@")
+            contract = fields.get(f"s:{model}".encode())
+            if version and contract is not None and fields.get(b"sid"):
+                assert agreed.setdefault(name, contract) == contract, f"living cards differ on {name}"
 
 
 async def _each(redis: Any, command: str, names: list[str]) -> list[Any]:

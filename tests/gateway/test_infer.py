@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from dataclasses import replace
 
 import httpx
 import msgpack
@@ -12,7 +13,7 @@ import pytest
 from scheduler import inventory, jobs
 from scheduler.models import HandedJob, Report
 from scheduler.store import Store
-from tests.gateway.conftest import Answerer, Running
+from tests.gateway.conftest import Answerer, Running, hosted
 from tests.ledger.fake_agent import FakeAgent, failed, ok
 from tests.ledger.fake_agent import hosted as ledger_hosted
 from tests.waiting import until
@@ -109,6 +110,25 @@ async def test_units_and_estimate_come_from_the_published_model(
     )
     sizes = [(job.units, job.lease_bytes) for job in answerer.seen]
     assert sizes == [(600.0, 2**20 + 6000), (600.0, 3 * 2**20), (600.0, 2**20 + 6000)]
+
+
+async def test_callers_are_held_to_what_is_published_now(http: httpx.AsyncClient, agent: FakeAgent) -> None:
+    """One card alone changes what its version means, also where only the meaning of units in a batch does."""
+    words = replace(hosted("echo", None, "len(text)"), c0_item=0)
+
+    async def lease_bytes() -> int:
+        answer = await http.post(
+            "/v1/models/echo/infer", json={"inputs": {"text": "x" * 100}}, headers={"Prefer": "respond-async"}
+        )
+        return int(answer.json()["vram"]["leased_bytes"])
+
+    async def is_leased(nbytes: int) -> bool:
+        return await lease_bytes() == nbytes
+
+    await agent.beat(models=(words,))
+    await until("100 units are counted as 100", lambda: is_leased(1000))
+    await agent.beat(models=(replace(words, batch_units="max_times_n"),))
+    await until("100 units are counted as the end of their bucket", lambda: is_leased(1077))
 
 
 async def test_options_reach_the_ledger(http: httpx.AsyncClient, answerer: Answerer, store: Store) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from scheduler import cards
@@ -29,8 +29,16 @@ MIB = 2**20
 
 
 def hosted(
-    name: str = "echo", *, version: str = "v1", slots: int = 4, ready: bool = True, resident: int = 0
+    name: str = "echo",
+    *,
+    version: str = "v1",
+    slots: int = 4,
+    ready: bool = True,
+    resident: int = 0,
+    takes: str | None = None,
 ) -> HostedModel:
+    """takes: the name of the only field of its inputs, which is required; None takes anything."""
+    schema = None if takes is None else {"type": "object", "required": [takes], "properties": {takes: {}}}
     return HostedModel(
         name=name,
         version=version,
@@ -44,8 +52,8 @@ def hosted(
         c1=0.0,
         units="1",
         batch_units="sum",
-        schema=None,
-        schema_hash="",
+        schema=schema,
+        schema_hash=takes or "",
     )
 
 
@@ -99,6 +107,7 @@ class FakeAgent:
         self.held: dict[str, HandedJob] = {}
         self.started: list[Start] = []
         self.applied = 0
+        self.disputed: Mapping[str, str] = {}
 
     @property
     def now_ms(self) -> int:
@@ -112,6 +121,7 @@ class FakeAgent:
 
     def renew(self) -> None:
         """A new process for the same card: a new session that holds nothing."""
+        self.disputed = {}
         self.session = secrets.token_hex(16)
         self.seq = self.applied = 0
         self.held.clear()
@@ -144,7 +154,7 @@ class FakeAgent:
             sample=self.sample() if self.now_ms else None,
         )
         self.now_ms = await cards.register(self.store, registration, state=state)
-        await self.beat(state)
+        await self.beat(state, models=self.models)
 
     async def beat(
         self,
@@ -152,7 +162,12 @@ class FakeAgent:
         *,
         applied: int | None = None,
         held: Sequence[HandedJob] | None = None,
+        models: Sequence[HostedModel] | None = None,
     ) -> BeatAnswer:
+        """models: published from now on; as a real agent, it repeats them while one is in dispute."""
+        if models is not None:
+            self.models = tuple(models)
+        says_models = models is not None or self.disputed
         holding = list(self.held.values()) if held is None else held
         beat = Beat(
             state=state,
@@ -161,8 +176,12 @@ class FakeAgent:
             held=tuple((job.job_id, job.lease_id) for job in holding),
             starts=tuple(self.started),
             sample=self.sample(),
+            models=self.models if says_models else None,
         )
-        answer = await cards.heartbeat(self.store, card=self.card, session=self.session, beat=beat)
+        answer = await cards.heartbeat(
+            self.store, card=self.card, session=self.session, beat=beat, slots=self.slots
+        )
+        self.disputed = answer.disputed
         self.started.clear()
         self.now_ms = answer.now_ms
         return answer

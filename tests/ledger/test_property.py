@@ -11,6 +11,7 @@ import random
 import secrets
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from scheduler.models import HandedJob, OperatorState, OutcomeKind, SubmitReques
 from scheduler.settings import Settings
 from scheduler.store import Store
 from tests.conftest import TestServer
-from tests.invariants import check_pool, check_sums
+from tests.invariants import check_pool, check_sums, check_versions
 from tests.ledger.conftest import tune
 from tests.ledger.fake_agent import MIB, FakeAgent, failed, hosted, ok, request, said
 from vramgate import errors
@@ -125,8 +126,8 @@ class World:
         chance = self.chance
         for _ in range(steps):
             action = chance.choices(
-                ("claim", "finish", "beat", "race", "unheld", "down", "die", "leave"),
-                (25, 40, 8, 12, 2, 1, 0.4, 0.4),
+                ("claim", "finish", "beat", "race", "unheld", "edit", "down", "die", "leave"),
+                (25, 40, 8, 12, 2, 0.5, 1, 0.4, 0.4),
             )[0]
             self.done[action] += 1
             try:
@@ -210,6 +211,13 @@ class World:
             agent.held.pop(next(iter(agent.held)))
         await agent.beat()
 
+    async def _agent_edit(self, agent: FakeAgent) -> None:
+        """Its models' code is edited under a pinned version, or put back."""
+        edited = (
+            replace(model, schema_hash=self.chance.choice(("", "", "edited"))) for model in agent.models
+        )
+        await agent.beat(models=tuple(edited))
+
     async def _agent_down(self, agent: FakeAgent) -> None:
         held = list(agent.held.values())[:16]
         await agent.down(*(said(job, self.chance.choice(("crashed", "killed"))) for job in held))
@@ -230,6 +238,7 @@ class World:
 
 async def _check_burst(store: Store) -> None:
     await check_sums(store)
+    await check_versions(store)
     for card in await inventory.cards(store):
         ledger = card.ledger
         assert ledger.jobs + ledger.resident <= ledger.usable, f"{card.id} is over-admitted: {ledger}"
