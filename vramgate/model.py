@@ -79,6 +79,11 @@ class Model(abc.ABC):
 
     One instance lives in one process on one card. Calls come from one thread, unless `lanes` is over 1: then
     `predict` must be safe to call from that many threads at once.
+
+    What your code raises, SystemExit, KeyboardInterrupt, RecursionError and MemoryError included, fails the
+    item that it was about as `model_error`, and an `InputError` as `rejected_by_model`; the process and the
+    other items go on. What ends the process itself (`os._exit`, a signal, a stack that overflows in C) is a
+    crash: each of its jobs runs again, alone, and the one that ends it alone twice fails as `crashed`.
     """
 
     input_schema: ClassVar[type[pydantic.BaseModel] | None] = None
@@ -119,6 +124,9 @@ class Model(abc.ABC):
 
         A generator yields such lists; None in a place means nothing for that item now. The caller of an item
         that got several outputs by the end gets the list of them.
+
+        Keys of mappings leave as JSON has them: text; numbers, booleans and None written out (`1` is `"1"`).
+        Other keys, and two that would become one, are `model_error`.
         """
 
     @abc.abstractmethod
@@ -145,9 +153,7 @@ class Model(abc.ABC):
         try:
             return cls.input_schema.model_validate(dict(inputs))
         except pydantic.ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            field = ".".join(str(part) for part in first["loc"]) or None
-            raise InputError(first["msg"], field=field) from None
+            raise refusal(error) from None
 
     @classmethod
     def count_units(cls, inputs: Mapping[str, Any] | pydantic.BaseModel) -> float:
@@ -172,6 +178,14 @@ class Model(abc.ABC):
         if cls.input_schema is None:
             return {"type": "object"}
         return cls.input_schema.model_json_schema(mode="validation")
+
+
+def refusal(error: pydantic.ValidationError) -> InputError:
+    """The first wrong field of inputs that a pydantic class refused, as the error that callers are told."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    if not found:
+        return InputError(f"the inputs are no {error.title}")
+    return InputError(found[0]["msg"], field=".".join(str(part) for part in found[0]["loc"]) or None)
 
 
 def schema_defaults(json_schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,16 @@
 
 Owns: the conversion of tensors, arrays and objects, and the check for NaN and infinity, done on the card
 before a tensor leaves it. Its two refusals become `non_finite` and `output_too_large`; everything else
-that cannot be sent is the model's error.
+that cannot be sent is the model's error. Keys become what JSON makes of them, whatever form the caller takes:
+text stays, numbers, booleans and None are written out; nothing else is a key, and no two may become one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,16 +59,22 @@ def to_plain(value: Any, *, check_finite: bool, limit: int, depth: int = 0, path
     if depth >= DEEPEST:
         raise Unfit("model_error", f"{path} is nested deeper than {DEEPEST}")
     if isinstance(value, pydantic.BaseModel):
-        value = value.model_dump()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # A root model's value may be of any kind.
+        return to_plain(
+            value.model_dump(), check_finite=check_finite, limit=limit, depth=depth + 1, path=path
+        )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {
-            str(name): to_plain(
-                item, check_finite=check_finite, limit=limit, depth=depth + 1, path=f"{path}.{name}"
+        plain: dict[str, Any] = {}
+        for name, item in value.items():
+            key = _key(name, path)
+            if key in plain:
+                raise Unfit("model_error", f"{path} has two keys that are both sent as {key!r}")
+            plain[key] = to_plain(
+                item, check_finite=check_finite, limit=limit, depth=depth + 1, path=f"{path}.{key}"
             )
-            for name, item in value.items()
-        }
+        return plain
     if isinstance(value, list | tuple | set | frozenset):
         return [
             to_plain(item, check_finite=check_finite, limit=limit, depth=depth + 1, path=f"{path}[{i}]")
@@ -74,6 +83,20 @@ def to_plain(value: Any, *, check_finite: bool, limit: int, depth: int = 0, path
     if hasattr(value, "__array__"):
         return _tensor(torch.as_tensor(value), check_finite=check_finite, limit=limit, path=path)
     raise Unfit("model_error", f"{path} is a {type(value).__name__}, which cannot be sent")
+
+
+def _key(name: Any, path: str) -> str:
+    """A key as JSON has it. Raises Unfit where there is no such."""
+    if isinstance(name, str):
+        # Without the text that a subclass (an enum) shows of itself.
+        return str.__str__(name)
+    if name is None or isinstance(name, bool | int | float):
+        return json.dumps(name)
+    if isinstance(name, numbers.Integral):
+        return str(int(name))
+    if isinstance(name, numbers.Real):
+        return json.dumps(float(name))
+    raise Unfit("model_error", f"{path} has a {type(name).__name__} as a key; keys are text or numbers")
 
 
 def _tensor(tensor: torch.Tensor, *, check_finite: bool, limit: int, path: str) -> Any:

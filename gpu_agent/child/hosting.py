@@ -93,7 +93,7 @@ class Hosting:
             if hosted is not None:
                 with self._device.tracking(lane=lane.number):
                     hosted.model.unload()
-        except Exception as error:
+        except BaseException as error:
             self._runner.send({"t": "log", "model": name, "text": f"unload: {describe(error)}"})
         finally:
             over.set()
@@ -105,6 +105,10 @@ class Hosting:
         except LoadFailed as failed:
             reason = plain_text(failed.reason)
             answer = {"t": "load_failed", "model": name, "reason": reason, "final": failed.is_final}
+        except BaseException as error:
+            # A class may answer for itself in code of its own (a property, a metaclass).
+            reason = f"{name}: its load failed: {describe(error)}"
+            answer = {"t": "load_failed", "model": name, "reason": reason, "final": False}
         if answer["t"] == "load_failed":
             # Only after the except block: its traceback holds the frame that holds the model.
             gc.collect()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import math
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,16 +41,14 @@ def find_class(entrypoint: str, directories: Sequence[Path]) -> tuple[type[Model
     where, _, name = entrypoint.rpartition(":")
     try:
         module = _import_file(where, directories) if where.endswith(".py") else importlib.import_module(where)
+        found = getattr(module, name, None)
     except LoadFailed:
         raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
         missing = isinstance(error, ModuleNotFoundError) and error.name == where.partition(".")[0]
         looked = ", ".join(str(directory) for directory in directories)
         detail = f"there is no {where}; looked in {looked}" if missing else describe(error)
         raise LoadFailed(f"{entrypoint}: cannot be imported: {detail}", is_final=True) from None
-    found = getattr(module, name, None)
     if found is None:
         raise LoadFailed(f"{entrypoint}: {module.__name__} has no {name}", is_final=True)
     if not (isinstance(found, type) and issubclass(found, Model)):
@@ -93,12 +92,13 @@ def describe(error: BaseException) -> str:
     """An exception in one line, with the place in the user's code where it was raised. Never raises."""
     try:
         return plain_text(_in_one_line(error))
-    except Exception:
+    except BaseException:
         return type(error).__name__
 
 
 def _in_one_line(error: BaseException) -> str:
-    text = " ".join(plain_text(error).split()) or "no message"
+    silence = "the host has no memory for it" if isinstance(error, MemoryError) else "no message"
+    text = " ".join(plain_text(error).split()) or silence
     if len(text) > 500:
         text = text[:500] + "..."
     kind = type(error).__name__
@@ -114,12 +114,18 @@ def _in_one_line(error: BaseException) -> str:
 
 def publish(model: type[Model], *, version: str) -> dict[str, Any]:
     """What gateways and the ledger have to know of a model. Raises LoadFailed when its schema cannot be
-    made.
+    made, or is no JSON.
     """
     try:
         schema = model.input_json_schema()
         output = model.output_schema.model_json_schema() if model.output_schema is not None else None
-    except Exception as error:
+        _check_json(schema, "input")
+        _check_json(output, "output")
+    except NotJson as error:
+        raise LoadFailed(
+            f"{model.__name__}: its schema cannot be published: {error}", is_final=True
+        ) from None
+    except BaseException as error:
         raise LoadFailed(
             f"{model.__name__}: its schema cannot be made: {describe(error)}", is_final=True
         ) from None
@@ -132,3 +138,31 @@ def publish(model: type[Model], *, version: str) -> dict[str, Any]:
         "schema": schema,
         "output_schema": output,
     }
+
+
+class NotJson(Exception):
+    """A schema holds what JSON or msgpack does not; the message names the place."""
+
+
+def _check_json(value: Any, path: str) -> None:
+    """Raise NotJson where a value of a schema would be lost, or change, on its way to those who read it."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise NotJson(f"{path} has the key {plain_text(repr(name))[:80]}, and keys are text")
+            _check_json(name, f"a key of {path}")
+            _check_json(item, f"{path}.{name}")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check_json(item, f"{path}[{i}]")
+    elif isinstance(value, str):
+        if plain_text(value) != value:
+            raise NotJson(f"{path} holds half of a surrogate pair, which is no Unicode text")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise NotJson(f"{path} is {value}")
+    elif isinstance(value, int):
+        if not -(2**63) <= value < 2**64:
+            raise NotJson(f"{path} is a number of more than 64 bits")
+    elif value is not None:
+        raise NotJson(f"{path} is a {type(value).__name__}")

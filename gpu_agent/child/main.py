@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     control = Channel(socket.socket(fileno=args.control))
     memory = Channel(socket.socket(fileno=args.memory))
+    _guard_from_models(control, memory)
     try:
         _serve(control, memory, args.setup, watchdog)
     except OSError:
@@ -66,6 +67,15 @@ def tie_to(parent: int) -> None:
     # It may have died before the line above: then no signal will ever come.
     if os.getppid() != parent:
         os._exit(EXIT_NO_PARENT)
+
+
+def _guard_from_models(*channels: Channel) -> None:
+    """This thread serves no model: an interrupt that one raises is not for it, and a process that one forks
+    does not speak for us.
+    """
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    for channel in channels:
+        os.register_at_fork(after_in_child=channel.close)
 
 
 class Watchdog:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
+import pydantic
 import torch
 
 from gpu_agent.child.answers import Unfit, pack_output
@@ -25,7 +26,7 @@ from gpu_agent.device.torch_device import TorchDevice
 from gpu_agent.device.verdict import Verdict, classify
 from gpu_agent.text import plain_text
 from vramgate.errors import Cancelled, InputError
-from vramgate.model import Model
+from vramgate.model import Model, refusal
 
 UNITS_SLACK = 1.001
 Send = Callable[[Mapping[str, Any]], None]
@@ -75,7 +76,6 @@ class Hosted:
 class _Failure:
     verdict: Verdict
     text: str
-    field: str | None = None
 
 
 class Activity:
@@ -148,7 +148,7 @@ class Runner:
                 reason = "the canary's matmul gave a wrong answer"
             elif hosted.smallest is not None and not self._still_agrees(hosted, context):
                 reason = f"{hosted.name} answers its own sample differently than when it was loaded"
-        except Exception as error:
+        except BaseException as error:
             reason = describe(error)
         if reason is not None:
             raise Poisoned(reason)
@@ -204,12 +204,11 @@ class _Batch:
             if counted > units * UNITS_SLACK:
                 raise InputError(f"the input counts {counted:g} units, and memory was leased for {units:g}")
             self._parsed[index] = item
-        except InputError as error:
-            self._ended[index] = Ended(
-                "failed", code=error.code, detail=_input_text(error.detail, error.field)
-            )
-        except Exception as error:
-            self._ended[index] = Ended("failed", code="model_error", detail=describe(error))
+        except pydantic.ValidationError as error:
+            self._ended[index] = _refused(_failure_of(refusal(error)))
+        except BaseException as error:
+            # SystemExit as well: what a validator raises is about this item, and never about this process.
+            self._ended[index] = _refused(_failure_of(error))
 
     def _try(self, members: list[int]) -> None:
         """Run these items; when the call fails as a whole, find out whose fault it was."""
@@ -245,8 +244,7 @@ class _Batch:
             self._predict(members)
             return None
         except BaseException as error:
-            verdict = classify(error, device_oom=device.ooms() != refused)
-            return _Failure(verdict, _text_of(error), getattr(error, "field", None))
+            return _failure_of(error, device_oom=device.ooms() != refused)
         finally:
             self._context.end()
 
@@ -286,15 +284,19 @@ class _Batch:
 
     def _finished(self, output: Any) -> Ended:
         if isinstance(output, BaseException):
-            return _ended_by(
-                _Failure(classify(output, device_oom=False), _text_of(output), getattr(output, "field", None))
-            )
+            return _ended_by(_failure_of(output))
         try:
             packed = pack_output(
                 output, check_finite=self._hosted.model.check_finite, limit=self._runner.limit
             )
         except Unfit as unfit:
             return Ended("failed", code=unfit.code, detail=unfit.detail)
+        except BaseException as error:
+            failure = _failure_of(error)
+            if failure.verdict in (Verdict.OOM, Verdict.STICKY_SUSPECT):
+                raise
+            # The output's own code (a serializer, a property) failed; its mates may have streamed by now.
+            return _refused(failure)
         return Ended("ok", result=packed)
 
     def _stream(self, index: int, chunk: bytes) -> None:
@@ -343,12 +345,22 @@ def _chunks(answer: Any) -> Generator[Any, None, None]:
             close()
 
 
-def _text_of(error: BaseException) -> str:
-    return plain_text(error.detail) if isinstance(error, InputError | Cancelled) else describe(error)
+def _failure_of(error: BaseException, *, device_oom: bool = False) -> _Failure:
+    """What a model raised, read. One that cannot even be looked at is the model's error. Never raises."""
+    try:
+        text = error.detail if isinstance(error, InputError | Cancelled) else describe(error)
+        name = getattr(error, "field", None)
+        if isinstance(error, InputError) and name:
+            text = f"{plain_text(name)}: {text}"
+        return _Failure(classify(error, device_oom=device_oom), plain_text(text))
+    except BaseException:
+        return _Failure(Verdict.OOM if device_oom else Verdict.MODEL, type(error).__name__)
 
 
-def _input_text(detail: str, name: str | None) -> str:
-    return f"{plain_text(name)}: {detail}" if name else detail
+def _refused(failure: _Failure) -> Ended:
+    """The end of an item by what its own inputs or output raised."""
+    code = "rejected_by_model" if failure.verdict is Verdict.INPUT else "model_error"
+    return Ended("failed", code=code, detail=failure.text)
 
 
 def _ended_by(failure: _Failure) -> Ended:
@@ -357,6 +369,4 @@ def _ended_by(failure: _Failure) -> Ended:
             return Ended("oom", code="oom", detail=failure.text)
         case Verdict.CANCELLED:
             return Ended("cancelled", code="cancelled", detail=failure.text)
-        case Verdict.INPUT:
-            return Ended("failed", code="rejected_by_model", detail=_input_text(failure.text, failure.field))
-    return Ended("failed", code="model_error", detail=failure.text)
+    return _refused(failure)

@@ -191,6 +191,13 @@ class Point2(pydantic.BaseModel):
     label: str
 
 
+class Shown(str):
+    """Text that shows itself as another."""
+
+    def __str__(self) -> str:
+        return "another"
+
+
 @pytest.mark.parametrize(
     ("value", "plain"),
     [
@@ -201,6 +208,11 @@ class Point2(pydantic.BaseModel):
         (torch.zeros(0), []),
         (torch.tensor([1 + 2j]), [[1.0, 2.0]]),
         ({1: {"deep": [torch.tensor([True])]}}, {"1": {"deep": [[True]]}}),
+        ({0.5: 1, True: 2, None: 3}, {"0.5": 1, "true": 2, "null": 3}),
+        ({numpy.int64(7): 1, numpy.float32(0.5): 2}, {"7": 1, "0.5": 2}),
+        ({Shown("cat"): Shown("dog")}, {"cat": "dog"}),
+        (pydantic.RootModel[int](3), 3),
+        (pydantic.RootModel[list[Point2]]([Point2(x=1.5, label="l")]), [{"x": 1.5, "label": "l"}]),
     ],
 )
 def test_outputs_become_plain_values(value: Any, plain: Any) -> None:
@@ -275,6 +287,15 @@ def test_what_cannot_be_sent_says_where_it_is() -> None:
         with pytest.raises(Unfit) as caught:
             pack_output(value, check_finite=True, limit=1000)
         assert caught.value.code == code
+    for keys, words in (
+        ({1: "a", "1": "b"}, "two keys that are both sent as '1'"),
+        ({True: 1, "true": 2}, "two keys that are both sent as 'true'"),
+        ({(1, 2): 3}, "a tuple as a key"),
+        ({b"x": 3}, "a bytes as a key"),
+    ):
+        with pytest.raises(Unfit, match=words) as caught:
+            pack_output({"a": keys}, check_finite=True, limit=1000)
+        assert caught.value.code == "model_error" and "output.a" in caught.value.detail
     with pytest.raises(Unfit, match=r"output\.a\[0\]"):
         pack_output({"a": [object()]}, check_finite=True, limit=1000)
 
