@@ -205,16 +205,19 @@ async def models(store: Store) -> tuple[ModelView, ...]:
 
 
 async def audit(store: Store) -> Mapping[str, int]:
-    """Recompute every card's sums from its leases: card -> drift found and mended. 0 everywhere, or something
-    is wrong.
+    """Recompute every card's sums from its leases, and look at every live job: card -> drift found and
+    mended. 0 everywhere, or something is wrong; what was put right beside sums is drift in `totals` too.
     """
-    reply = await store.run("audit", {"cards": []})
-    return {card_id: int(drift) for card_id, drift in reply.fields["drift"] or ()}
+    reply = first = await store.run("audit", {"cards": []})
+    while reply.fields["more"]:
+        reply = await store.run("audit", {"go_on": 1})
+    return {card_id: int(drift) for card_id, drift in first.fields["drift"] or ()}
 
 
 async def totals(store: Store) -> Mapping[str, int]:
     """The pool's counters: submitted, joined, replayed, granted, runs, runs_again, settled.<state>,
-    code.<code>, refused.<code>, requeued.<event>, settled_twice, drift, graces, sessions_lost, client_left.
+    code.<code>, refused.<code>, requeued.<event>, settled_twice, drift, mended.<fault>, graces,
+    sessions_lost, client_left.
     """
     raw = await store.guarded(store.redis.hgetall, store.keys.name("stats"))
     return {name.decode(): int(value) for name, value in raw.items()}

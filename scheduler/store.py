@@ -9,6 +9,7 @@ script is idempotent by an id or a number that its caller chose (`emit` is not, 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,7 @@ logger = logging.getLogger("vramgate.ledger")
 
 RETRIES = 2
 LEASE_IDS = 16
+MENDING_STEPS = 64
 FLUSHES = 2
 """How often a script may be gone although it was just loaded, before its text is sent with the call."""
 _UNAVAILABLE = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError)
@@ -297,11 +299,25 @@ class Store:
             reply: Reply = await self._guard(lambda: retry.call_with_retry(call, failed))
         except ResponseError as error:
             log_event(logger, "script_failed", level=logging.ERROR, script=name, error=str(error))
-            await self._guard(lambda: self._call("audit", {"cards": []}, (), ()))
+            await self._mend()
             raise errors.Internal(f"the ledger's operation {name} failed: {error}") from error
         if not self._is_checked:
             await self._check_server()
         return reply
+
+    async def _mend(self) -> None:
+        """What a script left behind that failed half-way is put right before anybody builds on it; where that
+        takes long, the gateways' beats go on.
+        """
+        audit = functools.partial(self._call, "audit", keys=(), blobs=())
+        try:
+            reply = await self._guard(lambda: audit({"cards": []}))
+            for _ in range(MENDING_STEPS):
+                if not reply.fields["more"]:
+                    return
+                reply = await self._guard(lambda: audit({"go_on": 1}))
+        except ResponseError as error:
+            log_event(logger, "audit_failed", level=logging.ERROR, error=str(error))
 
     async def _call(
         self, name: str, args: Mapping[str, Any], keys: Sequence[str], blobs: Sequence[bytes]
@@ -320,7 +336,10 @@ class Store:
                 await self._reload_scripts(loads)
         else:
             raw = await to_its_end(self.redis.eval(script.text, len(all_keys), *argv))
-        return Reply(raw[0].decode(), unpack(raw[1]), tuple(raw[2:]))
+        reply = Reply(raw[0].decode(), unpack(raw[1]), tuple(raw[2:]))
+        if mended := reply.fields.get("mended"):
+            log_event(logger, "ledger_mended", level=logging.ERROR, **mended)
+        return reply
 
     async def close(self) -> None:
         await self._scripts.close()
