@@ -122,6 +122,11 @@ class Catalogue:
         said = [f"{card}: {reason}" for card, (_, _, reason) in sorted(view.cards.items()) if reason]
         return "; ".join(said[:MAX_REASONS])[:MAX_WHY] or None
 
+    def why_nothing(self) -> str | None:
+        """What the cards say of all models that none of them can serve; None: nothing."""
+        said = [f"{name} on {why}" for name in sorted(self._views) if (why := self.why_nowhere(name))]
+        return "; ".join(said[:MAX_REASONS])[:MAX_WHY] or None
+
     def _enter(self, asked: str) -> Entry | None:
         name, _, version = asked.partition("@")
         view = self._views.get(name)

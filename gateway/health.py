@@ -33,7 +33,9 @@ async def readyz(gateway: Gateway, request: Request) -> Response:
     if scope is None and not gateway.ledger.is_answering:
         return problems.problem_response(StoreUnavailable())
     if scope is None and gateway.ledger.ready_cards < 1:
-        return problems.problem_response(NoReadyCard("no card of this pool is ready"))
+        why = gateway.catalogue.why_nothing()
+        no_card = "no card of this pool is ready with a model" + (f": {why}" if why else "")
+        return problems.problem_response(NoReadyCard(no_card))
     return rendering.render({"status": "ready"})
 
 

@@ -165,7 +165,7 @@ class CardModels:
 
     def published(self) -> tuple[HostedModel, ...]:
         """Every model that has been tried; one that was never loaded is not heard of before it is known."""
-        return tuple(m.published() for m in self.all if m.descriptor is not None or m.state == "failed")
+        return tuple(m.published() for m in self.all if m.descriptor is not None or m.failures)
 
     def hear_disputes(self, disputed: Mapping[str, str]) -> None:
         """The ledger's answer to what was published: the models that it does not take, and why. Each change

@@ -23,7 +23,9 @@ more = sweep.expired() or more
 sweep.unknown()
 local ready = 0
 for _, id in ipairs(cards) do
-  if lease.is_open(lease.card(id)) then ready = ready + 1 end
+  local k = lease.card(id)
+  -- Without a slot there is no model that is ready.
+  if lease.is_open(k) and k.sl > 0 then ready = ready + 1 end
 end
 return reply('ok', {
   stamp = num(redis.call('HGET', META, 'stamp')), ready_cards = ready, more = more and 1 or 0, mended = mend.found(),

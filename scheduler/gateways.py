@@ -9,7 +9,9 @@ from scheduler.store import Store
 
 @dataclass(frozen=True, slots=True)
 class GatewayBeat:
-    """models_stamp changes whenever a card or a model does. more: more to sweep, call again at once."""
+    """models_stamp changes whenever a card or a model does. ready_cards: with a model that is ready. more:
+    there is more to sweep, call again at once.
+    """
 
     now_ms: int
     models_stamp: int

@@ -30,10 +30,12 @@ from gpu_agent.child.profile import Point, climb, envelope, prove
 from gpu_agent.clock import ServerClock
 from gpu_agent.device.verdict import Verdict, classify
 from gpu_agent.estimate import Estimate
+from gpu_agent.hosting import CardModels
 from gpu_agent.ipc import Broken, Channel, pack_frame, read_frame
 from gpu_agent.release import Baseline
 from scheduler.logs import log_event, setup_logging
 from scheduler.models import HandedJob, Sample
+from scheduler.settings import load_settings
 from tests.agent.models_plain import Echo
 
 MIB = 2**20
@@ -301,6 +303,15 @@ def test_what_cannot_be_sent_says_where_it_is() -> None:
 
 
 # -- loading
+
+
+def test_a_model_that_is_tried_again_stays_known() -> None:
+    """Between its failure and the next one it does not vanish from what the card publishes."""
+    models = CardModels(load_settings(models={"a": {"entrypoint": "a:A"}}), uuid="u", name="n")
+    assert not models.published()
+    models["a"].load_failed("there are no weights", is_final=False)
+    models["a"].state, models["a"].reason = "loading", None
+    assert [(m.name, m.ready, m.reason) for m in models.published()] == [("a", False, "it is being loaded")]
 
 
 def test_an_entry_point_is_found_by_module_and_by_file(

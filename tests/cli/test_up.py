@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from scheduler.embedded import free_port
@@ -50,9 +51,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def up(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def up(folder: Path, port: int) -> Iterator[subprocess.Popen[str]]:
     """A running `up` with one simulated card."""
-    command = [*COMMAND, "up", "--port", str(free_port()), "--simulate", "1x512MiB"]
+    command = [*COMMAND, "up", "--port", str(port), "--simulate", "1x512MiB"]
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -110,6 +116,32 @@ def test_from_up_to_ctrl_c(folder: Path, up: subprocess.Popen[str]) -> None:
     gone = run("cards", "--redis", "redis://127.0.0.1:1", cwd=folder)
     assert gone.returncode == 4
     assert not (folder / ".vramgate" / "up.json").exists()
+
+
+@pytest.fixture
+def without_weights(folder: Path) -> None:
+    """Its model fails whenever it is loaded."""
+    model = (folder / "double.py").read_text()
+    (folder / "double.py").write_text(
+        model.replace("import torch", "raise RuntimeError('there are no weights')")
+    )
+
+
+@pytest.mark.usefixtures("without_weights")
+def test_a_box_that_can_serve_nothing_says_why(up: subprocess.Popen[str], port: int) -> None:
+    """It runs on, since a model may be tried again; the reason is on the card's line, that nothing can be
+    served is said once, and nobody is told that the service is ready.
+    """
+    lines = read_until(up, "given up after 3 tries")
+    reasons = [line for line in lines if "double (not ready: double: its load failed" in line]
+    assert all("there are no weights (double.py, line 9)" in line for line in reasons)
+    assert len(reasons) == len(set(reasons))
+    assert sum("nothing can be served" in line for line in lines) == 1
+    told = httpx.get(f"http://127.0.0.1:{port}/readyz", trust_env=False, timeout=10)
+    assert told.status_code == 503 and "there are no weights" in told.json()["detail"]
+    assert up.poll() is None
+    up.send_signal(signal.SIGINT)
+    assert up.wait(60) == 0
 
 
 def test_kill_of_up_leaves_nobody(folder: Path, up: subprocess.Popen[str]) -> None:

@@ -18,7 +18,7 @@ from scheduler.store import Store
 from tests.conftest import TestServer
 from tests.gateway.conftest import MIB, MODELS, Answerer, Running, run_gateway
 from tests.invariants import check_pool
-from tests.ledger.fake_agent import FakeAgent
+from tests.ledger.fake_agent import FakeAgent, hosted
 from tests.waiting import until
 from vramgate.errors import TABLE, StoreUnavailable, by_code
 
@@ -47,6 +47,33 @@ async def test_a_ready_card_makes_the_service_ready(http: httpx.AsyncClient, ans
         return (await http.get("/readyz")).status_code == 200
 
     await until("the service is ready", is_ready)
+
+
+async def test_cards_without_a_model_make_no_service_ready(http: httpx.AsyncClient, store: Store) -> None:
+    """A card that is up and can load none of its models serves nobody: not ready, with what it says of
+    each.
+    """
+    broken = (hosted("one", ready=False), hosted("two", ready=False))
+    agent = FakeAgent(store, models=broken, slots=0)
+    await agent.register()
+
+    async def reason() -> str | None:
+        await agent.beat()
+        answer = await http.get("/readyz")
+        assert (answer.status_code, answer.json()["code"]) == (503, "no_ready_card")
+        detail = str(answer.json()["detail"])
+        return detail if "does not fit" in detail else None
+
+    detail = await until("the reasons are said", reason)
+    assert "one on GPU-a: does not fit" in detail and "two on GPU-a: does not fit" in detail
+    agent.models, agent.slots = (hosted("one"), broken[1]), 4
+    await agent.register()
+
+    async def is_ready() -> bool:
+        await agent.beat()
+        return (await http.get("/readyz")).status_code == 200
+
+    await until("one model is enough", is_ready)
 
 
 async def test_metrics_show_the_gateway_and_the_pool(http: httpx.AsyncClient, answerer: Answerer) -> None:
@@ -135,7 +162,11 @@ async def test_without_a_server_requests_are_503_until_there_is_one(
             return (await http.get("/v1/cards")).status_code == 200
 
         await until("the gateway has found the server", answers)
-        assert (await http.get("/readyz")).json()["code"] == "no_ready_card"
+
+        async def knows_of_no_card() -> bool:
+            return bool((await http.get("/readyz")).json()["code"] == "no_ready_card")
+
+        await until("its beat came through", knows_of_no_card)
 
 
 async def test_a_server_that_freezes_is_503_and_back(own_server: TestServer, settings: Settings) -> None:

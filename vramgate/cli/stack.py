@@ -8,8 +8,9 @@ Owns which processes there are, their order, and what they are told. Does not ow
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ LOCAL_DRAIN_S = 0.5
 """Nobody balances load before a box of one's own, so a gateway need not say for long that it is draining."""
 
 _POLL_S = 0.1
+_WATCH_S = 0.5
 _MARGIN_S = 10.0
 
 
@@ -260,18 +262,28 @@ async def _is_serving(http: httpx.AsyncClient, url: str) -> bool:
 
 
 async def watch_cards(stack: Stack, say: Say, stopped: asyncio.Event) -> None:
-    """Say each change of a card's state and of its models. Runs until `stopped` is set or it is cancelled."""
+    """Say each change of a card's state and of its models, once. Runs until `stopped` is set or it is
+    cancelled.
+    """
     said: Mapping[str, str] = {}
+    log = stack.settings.redis.data_dir / "logs" / "agents.log"
     while not stopped.is_set():
-        try:
-            lines = {card.id: card_line(card) for card in await stack.cards()}
-        except VramgateError:
-            lines = dict(said)
-        for card, line in lines.items():
-            if said.get(card) != line:
-                say(line)
-        said = lines
-        await asyncio.sleep(0.5)
+        with contextlib.suppress(VramgateError):
+            cards = await stack.cards()
+            lines = {card.id: card_line(card) for card in cards}
+            if is_of_no_use(cards):
+                lines[""] = f"nothing can be served: no model is ready on any card; their output is in {log}"
+            for name, line in lines.items():
+                if said.get(name) != line:
+                    say(line)
+            said = lines
+        await asyncio.sleep(_WATCH_S)
+
+
+def is_of_no_use(cards: Sequence[CardView]) -> bool:
+    """Whether cards are up that have tried their models, and none of these is ready anywhere."""
+    models = [model for card in cards for model in card.models]
+    return any(card.state == "ready" for card in cards) and bool(models) and not any(m.ready for m in models)
 
 
 def card_line(card: CardView) -> str:
