@@ -9,7 +9,7 @@ from types import UnionType
 from typing import Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
 from scheduler import scripts, transitions
@@ -74,7 +74,8 @@ def _default(field: FieldInfo) -> str:
     value = field.default
     if value is None:
         return ""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 2**20:
+    is_size = any(isinstance(each, BeforeValidator) for each in field.metadata) and isinstance(value, int)
+    if is_size and value >= 2**20:
         return format_size(value).replace(" ", "")
     return f"`{value}`"
 

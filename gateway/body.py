@@ -1,8 +1,8 @@
 """Request bodies: read within their limits, and taken apart by their media type.
 
-Owns: the size limit (by Content-Length before reading, and while reading), nesting, literals that JSON does
-not have, and what of a body are inputs and what are options. Does not own: whether the inputs fit the model
-(`gateway.validation`).
+Owns: the size limit (by Content-Length before reading, and while reading), and what of a body are inputs and
+what are options. Does not own: how documents are parsed (`gateway.parsing`), or whether the inputs fit the
+model (`gateway.validation`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ from __future__ import annotations
 import asyncio
 import difflib
 import functools
-import math
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import msgpack
-import orjson
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -24,8 +21,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from gateway import headers
 from gateway.options import Options, read_options, read_query
-from gateway.problems import BODY_BYTES
-from gateway.threads import off_loop
+from gateway.parsing import Allowance, count_values, parse_json, parse_msgpack
+from gateway.problems import BODY_BYTES, BODY_READ
+from gateway.threads import LARGE_BYTES, VALUE_BYTES
 from scheduler.settings import LimitSettings
 from vramgate.errors import InvalidInput, Malformed, TooLarge, UnsupportedMediaType
 
@@ -42,12 +40,15 @@ _CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")
 class Body:
     """A body taken apart.
 
-    inputs: an object; for `fields` its values are bytes, str or lists of them; for `raw` bytes.
+    inputs: an object; for `fields` its values are bytes, str or lists of them; for `raw` bytes. values: how
+    many of `limits.values` it holds so far; packed arrays and parts of a form are still to be counted.
     """
 
     kind: Kind
     inputs: Any
     options: Options
+    limits: LimitSettings = field(default_factory=LimitSettings)
+    values: int = 0
 
 
 @functools.lru_cache(maxsize=256)
@@ -94,80 +95,41 @@ async def read(request: Request, limit: int) -> bytes:
             raise TooLarge(f"the body is larger than the limit of {limit} bytes", limit_bytes=limit)
         chunks.append(chunk)
         more = message.get("more_body", False)
+    request.scope[BODY_READ] = True
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-async def take_apart(request: Request, content: bytes, limits: LimitSettings) -> Body:
-    """Inputs and options of a body that was read. Raises Malformed, InvalidInput, TooLarge."""
+def weigh(request: Request, content: bytes) -> int:
+    """How many bytes' worth of work a body is; a value is worth VALUE_BYTES, however few it has."""
     kind = kind_of(headers.get(request, b"content-type"))
-    if kind == "raw":
-        return Body(kind, content, read_query(dict(request.query_params)))
-    if kind == "fields":
-        return Body(kind, await _parse_fields(request, content), read_query(dict(request.query_params)))
+    if kind == "raw" or len(content) * VALUE_BYTES < LARGE_BYTES:
+        return len(content)
+    # An element of a packed array may be a single byte.
+    values = len(content) if kind == "msgpack" else count_values(content)
+    return max(len(content), values * VALUE_BYTES)
+
+
+def take_apart(
+    request: Request, content: bytes, form: Mapping[str, Any] | None, limits: LimitSettings
+) -> Body:
+    """Inputs and options of a body that was read. `form`: its parts, of `read_form`.
+
+    Raises Malformed, InvalidInput, TooLarge.
+    """
+    kind = kind_of(headers.get(request, b"content-type"))
+    if kind in ("raw", "fields"):
+        inputs = content if form is None else form
+        return Body(kind, inputs, read_query(request.query_params.multi_items()), limits)
     if request.scope["query_string"]:
         raise InvalidInput("options of this media type belong into the body, not into the query")
     parse = parse_json if kind == "json" else parse_msgpack
-    return _open_envelope(kind, await off_loop(len(content), lambda: parse(content, limits.nesting)))
+    allowance = Allowance(limits.values)
+    document = parse(content, limits.nesting, allowance)
+    inputs, options = _open_envelope(document)
+    return Body(kind, inputs, options, limits, limits.values - allowance.left)
 
 
-def parse_json(content: bytes, nesting: int) -> Any:
-    """Strict JSON: no NaN, no Infinity, no numbers beyond a double. Raises Malformed."""
-    try:
-        document = orjson.loads(content)
-    except orjson.JSONDecodeError as error:
-        raise Malformed(f"the body is not JSON: {error}" if content else "the body is empty") from None
-    # As many brackets as levels, at the most: nearly every body is spared the walk.
-    if content.count(b"[") + content.count(b"{") > nesting:
-        _check_depth(document, nesting)
-    return document
-
-
-def parse_msgpack(content: bytes, nesting: int) -> Any:
-    """msgpack with string keys and finite numbers, without extension types. Raises Malformed."""
-    try:
-        document = msgpack.unpackb(content, raw=False, strict_map_key=True)
-    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
-        raise Malformed(f"the body is not msgpack: {str(error) or type(error).__name__}"[:300]) from None
-    _check_depth(document, nesting)
-    _check_leaves(document)
-    return document
-
-
-def _check_depth(document: Any, nesting: int) -> None:
-    level = [document]
-    for _ in range(nesting):
-        level = (
-            [
-                child
-                for parent in level
-                for child in (parent.values() if isinstance(parent, dict) else parent)
-                if isinstance(child, dict | list)
-            ]
-            if isinstance(document, dict | list)
-            else []
-        )
-        if not level:
-            return
-    raise Malformed(f"the body is nested deeper than {nesting} levels")
-
-
-def _check_leaves(document: Any) -> None:
-    pending = [document]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            if not all(isinstance(name, str) for name in value):
-                raise Malformed("the body has a map key that is not text")
-            pending.extend(value.values())
-        elif isinstance(value, list):
-            pending.extend(value)
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise Malformed("the body holds NaN or infinity")
-        elif not (value is None or isinstance(value, bool | int | float | str | bytes)):
-            raise Malformed(f"the body holds a {type(value).__name__}, which no schema has a word for")
-
-
-def _open_envelope(kind: Kind, document: Any) -> Body:
+def _open_envelope(document: Any) -> tuple[dict[str, Any], Options]:
     if not isinstance(document, dict):
         raise InvalidInput(f'the body must be an object {{"inputs": {{...}}}}, got {_json_name(document)}')
     for name in document:
@@ -179,7 +141,7 @@ def _open_envelope(kind: Kind, document: Any) -> Body:
     if not isinstance(inputs, dict):
         what = f"got {_json_name(inputs)}" if "inputs" in document else "it is missing"
         raise InvalidInput(f"inputs must be an object; {what}", field="inputs")
-    return Body(kind, inputs, read_options(document.get("options")))
+    return inputs, read_options(document.get("options"))
 
 
 def _json_name(value: Any) -> str:
@@ -195,17 +157,24 @@ def _check_charset(content_type: str) -> None:
         raise Malformed(f"the body's charset is {charset[:40]!r}; send fields as UTF-8")
 
 
-async def _parse_fields(request: Request, content: bytes) -> dict[str, Any]:
-    """Parts by name; several parts of one name become a list."""
-    _check_charset(headers.get(request, b"content-type") or "")
+async def read_form(request: Request, content: bytes) -> dict[str, Any] | None:
+    """Parts of a form by name, several of one name as a list; None where the body is no form."""
+    content_type = headers.get(request, b"content-type")
+    if kind_of(content_type) != "fields":
+        return None
+    _check_charset(content_type or "")
 
     async def stream() -> AsyncGenerator[bytes, None]:
-        yield content
+        for at in range(0, len(content), LARGE_BYTES):
+            yield content[at : at + LARGE_BYTES]
+            await asyncio.sleep(0)
 
     # The whole is bounded already, so that one part may be all of it.
     parser = MultiPartParser(
         request.headers, stream(), max_files=64, max_fields=256, max_part_size=len(content) + 1
     )
+    # Its bytes are in memory anyway; none of them need go to a disk.
+    parser.spool_max_size = len(content) + 1
     try:
         form = await parser.parse()
     except (MultiPartException, KeyError, ValueError) as error:

@@ -38,13 +38,13 @@ async def infer(gateway: Gateway, request: Request) -> Response:
     key = headers.parse_key(request)
     entry = await gateway.catalogue.find(request.path_params["model"])
     content = await body.read(request, gateway.settings.limits.body_bytes)
-    parts = await body.take_apart(request, content, gateway.settings.limits)
+    parts = await body.read_form(request, content)
     submit = await off_loop(
-        len(content),
+        body.weigh(request, content),
         lambda: _submit_request(
             gateway,
             entry,
-            parts,
+            body.take_apart(request, content, parts, gateway.settings.limits),
             key=key,
             request_id=headers.request_id(request),
             is_async=preference.is_async and form != "events",

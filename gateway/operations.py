@@ -9,12 +9,14 @@ from starlette.responses import Response
 
 from gateway import body, headers, paths, rendering
 from gateway.context import Gateway
+from gateway.parsing import Allowance, parse_json
 from scheduler import documents
 from scheduler.models import OperatorState
 from vramgate.errors import InvalidInput, UnsupportedMediaType
 
 STATES: tuple[str, ...] = get_args(OperatorState)
 MAX_REASON = 200
+MAX_WISH_BYTES = 4096
 
 
 async def patch_card(gateway: Gateway, request: Request) -> Response:
@@ -22,11 +24,11 @@ async def patch_card(gateway: Gateway, request: Request) -> Response:
     headers.require_operator(request)
     form = headers.parse_accept(headers.get(request, b"accept"))
     card = paths.card_id(request)
-    limits = gateway.settings.limits
-    body.check_length(request, limits.body_bytes)
+    body.check_length(request, MAX_WISH_BYTES)
     if body.kind_of(headers.get(request, b"content-type")) != "json":
         raise UnsupportedMediaType("send application/json")
-    wish = body.parse_json(await body.read(request, limits.body_bytes), limits.nesting)
+    limits = gateway.settings.limits
+    wish = parse_json(await body.read(request, MAX_WISH_BYTES), limits.nesting, Allowance(limits.values))
     state, reason = _read_wish(wish)
     view = await gateway.ledger.set_card_state(card, state, reason=reason)
     return rendering.render(documents.card_document(view), form)

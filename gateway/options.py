@@ -7,7 +7,8 @@ which are settings.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -60,12 +61,15 @@ def read_options(given: Any) -> Options:
         raise _explain(error) from None
 
 
-def read_query(given: Mapping[str, str]) -> Options:
+def read_query(given: Sequence[tuple[str, str]]) -> Options:
     """Options out of query parameters, where the body is nothing but the input."""
     if not given:
         return DEFAULTS
+    [(name, times)] = Counter(name for name, _ in given).most_common(1)
+    if times > 1:
+        raise InvalidInput(f"option {name[:80]!r} is given {times} times", field=f"options.{name[:80]}")
     try:
-        return Options.model_validate_strings(given, strict=False)
+        return Options.model_validate_strings(dict(given), strict=False)
     except ValidationError as error:
         raise _explain(error) from None
 

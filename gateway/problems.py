@@ -40,6 +40,9 @@ PROBLEM_JSON = "application/problem+json"
 BODY_BYTES = "vramgate.body_bytes"
 """Key in the scope under which `gateway.body` leaves how much of the body it read."""
 
+BODY_READ = "vramgate.body_read"
+"""Key in the scope that `gateway.body` sets to True once it has read the body to its end."""
+
 
 def as_refused(error: Exception) -> Refused:
     """The refusal that an exception stands for; `internal` where it is a fault of ours."""
@@ -73,14 +76,18 @@ def respond(request: Request, error: Exception) -> Response:
     """The answer to a request that raised `error`, logged and counted."""
     refused = as_refused(error)
     _record(request, refused, error)
-    response = problem_response(refused)
+    is_unread = refused.code == "too_large" and not request.scope.get(BODY_READ, False)
+    response = problem_response(refused, is_unread=is_unread)
     if isinstance(error, HTTPException) and error.headers:
         response.headers.update(error.headers)
     return response
 
 
-def problem_response(refused: Refused) -> Response:
-    """The problem document. Whoever is told to come back is told when, at least 1 s from now."""
+def problem_response(refused: Refused, *, is_unread: bool = False) -> Response:
+    """The problem document. Whoever is told to come back is told when, at least 1 s from now.
+
+    is_unread: the client may still be sending a body that nobody will read.
+    """
     if refused.retry == "after":
         refused.retry_after_s = max(1, refused.retry_after_s or 1)
     extra = {}
@@ -89,10 +96,10 @@ def problem_response(refused: Refused) -> Response:
     # A value that no header can carry would end the connection in place of the answer.
     if refused.job_id is not None and refused.job_id.isascii() and refused.job_id.isprintable():
         extra["X-Job-Id"] = refused.job_id
-    # The rest of a body that is too large is not read, so its connection cannot carry another request.
-    if refused.code == "too_large":
+    # The rest of the body is not read, so its connection cannot carry another request.
+    if is_unread:
         extra["Connection"] = "close"
-    kind = LastWords if refused.code == "too_large" else Response
+    kind = LastWords if is_unread else Response
     return kind(
         rendering.dumps(refused.problem()),
         status_code=refused.status,

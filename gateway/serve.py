@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import multiprocessing
@@ -44,6 +45,9 @@ logger = logging.getLogger("gateway")
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
 """Longer than a proxy keeps an idle connection, so that it is the proxy that closes it."""
+
+COLLECT_EVERY = 20_000
+"""Containers made and not yet gone between two searches of the youngest generation."""
 
 BACKSTOP_S = 5.0
 RESPAWN_S = 0.5
@@ -168,6 +172,7 @@ class Worker:
 
     def run(self) -> None:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        _collect_seldom()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._run())
 
@@ -216,6 +221,17 @@ class Worker:
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._hurry.wait(), seconds)
+
+
+def _collect_seldom() -> None:
+    """Let a body of a million lists be built without being searched for cycles a thousand times meanwhile.
+
+    Documents hold no cycles; with Python's own threshold the search takes three quarters of their parsing,
+    and holds up everybody else.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_EVERY)
 
 
 class _Server(uvicorn.Server):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -14,7 +15,15 @@ T = TypeVar("T")
 LARGE_BYTES = 256 * 1024
 """Below this the work takes a few milliseconds at most, and the way to a thread and back would cost more."""
 
+VALUE_BYTES = 32
+"""A value of a document is as much work as so many bytes of a file, or more."""
+
+_THREADS = ThreadPoolExecutor(2, thread_name_prefix="gateway-heavy")
+"""Few: all of them share one interpreter with the loop, and each holds a large body several times over."""
+
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
     """The result of `work`, done in a thread where it is about `size` bytes and those are many."""
-    return work() if size < LARGE_BYTES else await asyncio.to_thread(work)
+    if size < LARGE_BYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, work)

@@ -88,7 +88,13 @@ class LimitSettings(Section):
     tenant_bytes: Size = Field(2**30, ge=1, description="Payload bytes of live jobs per tenant")
     body_bytes: Size = Field(32 * 2**20, ge=1024, le=512 * 2**20, description="Largest request body")
     output_bytes: Size = Field(32 * 2**20, ge=1024, le=512 * 2**20, description="Largest output of a job")
-    nesting: int = Field(64, ge=4, le=256, description="Deepest nesting of a JSON body")
+    nesting: int = Field(64, ge=4, le=256, description="Deepest nesting of a request body")
+    values: int = Field(
+        2_000_000,
+        ge=1000,
+        le=100_000_000,
+        description="Most values in a request body, elements of arrays included; a name counts as 4",
+    )
     result_bytes: Size = Field(2**30, ge=2**20, description="Stored results per pool; the oldest go first")
 
 
