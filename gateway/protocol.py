@@ -1,8 +1,14 @@
 """The HTTP protocol of a connection, with what uvicorn leaves unbounded bounded.
 
-Owns: how large a request's head may be (431) and how long one request may take to arrive (408 while its head
-is open, else the connection is cut). Does not own: the size of a body (`gateway.body`), or connections that
-idle between requests (uvicorn's keep-alive).
+Owns: how large a request's head may be (431), how long one request may take to arrive (408 while its head is
+open, else the connection is cut), and that one request is heard at a time. Does not own: the size of a body
+(`gateway.body`), or connections that idle between requests (uvicorn's keep-alive).
+
+A request that is sent before the answer to the one before it is dropped, and the answer says that the
+connection closes, upon which a client sends it again elsewhere (RFC 9112, 9.3.2). uvicorn would stop reading
+until the first is answered, so that nobody noticed when the client left, and its bytes stayed leased.
+Holding the second one back unread in memory was the other way; hardly any client pipelines, and a bound on
+what is held would stop the reading again.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ class HeadTooLarge(Exception):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol on httptools that gives up requests too large or too slow."""
+    """uvicorn's protocol on httptools that gives up requests too large, too slow or too early."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -34,7 +40,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._counted = 0
         self._is_arriving = False
         self._is_head_open = True
-        self._is_refused = False
+        self._is_deaf = False
         self._alarm: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -46,41 +52,59 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused:
+        if self._is_deaf:
             return
         self._fed += len(data)
         super().data_received(data)
+        if self._is_deaf:
+            return
         # The parser keeps a header to itself until its line ends, so its callbacks cannot count it.
         if self._is_head_open and self._fed > HEAD_BYTES:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        if self._is_arriving and self._alarm is None and not self._is_refused:
+        elif self._is_arriving and self._alarm is None:
             self._arm()
 
     def on_message_begin(self) -> None:
+        if self._is_answering():
+            self._is_deaf = True
+            self.cycle.keep_alive = False
+            return
         super().on_message_begin()
         self._is_arriving = self._is_head_open = True
         self._counted = 0
 
     def on_url(self, url: bytes) -> None:
+        if self._is_deaf:
+            return
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_deaf:
+            return
         self._count(len(name) + len(value) + len(b": \r\n"))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._is_deaf:
+            return
         self._is_head_open = False
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        if not self._is_deaf:
+            super().on_body(body)
+
     def on_message_complete(self) -> None:
+        if self._is_deaf:
+            return
         super().on_message_complete()
         self._is_arriving, self._is_head_open = False, True
         self._fed = 0
         self._disarm()
 
     def send_400_response(self, msg: str) -> None:
-        if self._is_refused:
+        if self._is_deaf:
             return
         if self._counted > HEAD_BYTES:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
@@ -103,26 +127,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _overdue(self) -> None:
         self._alarm = None
-        if self._is_answering_earlier():
-            self._arm()
-        elif self._is_arriving and self._is_head_open:
+        if self._is_arriving and self._is_head_open:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT)
         else:
             self.transport.close()
 
-    def _is_answering_earlier(self) -> bool:
-        """Whether a request that has arrived is still to be answered; the next one waits unread behind it."""
-        if self.pipeline:
-            return True
+    def _is_answering(self) -> bool:
+        """Whether a request that has arrived is still to be answered."""
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
     def _refuse(self, status: HTTPStatus) -> None:
-        self._is_refused = True
+        self._is_deaf = True
         self._disarm()
-        # A request that arrived before on this connection may be in the middle of its answer.
-        if self._is_answering_earlier():
-            self.transport.close()
-            return
         said = status.phrase.encode()
         self.transport.write(
             b"HTTP/1.1 %d %s\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"

@@ -1,4 +1,4 @@
-"""A request's head has a size and its arrival an end, whoever sends it."""
+"""A request's head has a size and its arrival an end, whoever sends it, and each is heard by itself."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import httpx
 import pytest
 
 from gateway import protocol
+from scheduler import inventory, jobs
+from scheduler.store import Store
 from tests.gateway.conftest import Running
 from tests.ledger.fake_agent import FakeAgent
+from tests.waiting import until
 
 GET = b"GET /livez HTTP/1.1\r\nHost: x\r\n"
 
@@ -34,15 +37,24 @@ async def exchange(running: Running, *pieces: bytes) -> bytes:
         [GET + b"X: " + b"a" * 70_000 + b"\r\n\r\n"],
         [b"GET /" + b"a" * 70_000],
         [b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n"],
-        [GET + b"\r\n" + GET + b"X: " + b"a" * 200_000],
     ],
-    ids=["one-open-header", "many-headers", "complete", "open-target", "target", "second-on-a-connection"],
+    ids=["one-open-header", "many-headers", "complete", "open-target", "target"],
 )
 async def test_a_head_beyond_the_limit_is_431(running: Running, pieces: list[bytes]) -> None:
     """A short answer in plain text, then the end of the connection."""
     answer = await exchange(running, *pieces)
     assert b"HTTP/1.1 431 Request Header Fields Too Large\r\n" in answer, answer[:200]
     assert b"connection: close" in answer
+
+
+async def test_a_second_head_beyond_the_limit_is_431(running: Running) -> None:
+    """A connection that was used before is no exception."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    writer.write(GET + b"\r\n")
+    assert (await asyncio.wait_for(reader.readuntil(b"}"), 10)).startswith(b"HTTP/1.1 200 OK")
+    writer.write(GET + b"X: " + b"a" * 200_000)
+    assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 431")
+    writer.close()
 
 
 async def test_a_head_within_the_limit_is_read(http: httpx.AsyncClient) -> None:
@@ -80,15 +92,67 @@ async def test_a_request_that_never_arrives_is_cut(
     assert answer.startswith(answered) and (answered or not answer), answer[:200]
 
 
-async def test_a_long_answer_is_not_cut(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a request that waits behind one that is being answered does not end that answer."""
-    monkeypatch.setattr(protocol, "ARRIVAL_S", 0.1)
-    gateway = running.gateway
+INFER = b"POST /v1/models/echo/infer HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+JOB = INFER + b'Content-Length: 14\r\n\r\n{"inputs": {}}'
+SECONDS = [
+    GET + b"\r\n",
+    GET,
+    JOB,
+    GET + b"X: " + b"a" * 200_000,
+    INFER + b"Content-Length: 3000000\r\n\r\n" + b" " * 1_000_000,
+    b"\0\1 no HTTP",
+]
+IDS = ["small", "half", "job", "large-head", "large-body", "garbage"]
 
-    async def slow() -> list[object]:
-        await asyncio.sleep(0.5)
-        return []
 
-    monkeypatch.setattr(gateway.ledger, "models", slow)
-    answer = await exchange(running, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" + GET)
-    assert answer.startswith(b"HTTP/1.1 200 OK"), answer[:200]
+@pytest.mark.parametrize("second", SECONDS, ids=IDS)
+@pytest.mark.parametrize("is_at_once", [True, False])
+async def test_a_request_that_comes_too_early_is_dropped(
+    running: Running, agent: FakeAgent, store: Store, second: bytes, is_at_once: bool
+) -> None:
+    """The one before it is answered whole, and the answer says that the connection closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    writer.write(JOB + second if is_at_once else JOB)
+    await until("the job waits", lambda: running.gateway.lifecycle.waiting == 1)
+    if not is_at_once:
+        writer.write(second)
+        await writer.drain()
+    await until("the job is answered", agent.run_all)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200 OK") and answer.endswith(b"}"), answer
+    assert answer.count(b"HTTP/1.1") == 1 and b"connection: close" in answer
+    assert len((await jobs.list_jobs(store)).data) == 1
+
+
+@pytest.mark.parametrize("second", SECONDS, ids=IDS)
+@pytest.mark.parametrize("is_at_once", [True, False])
+async def test_a_client_that_sends_too_early_and_leaves_is_missed(
+    running: Running, agent: FakeAgent, store: Store, second: bytes, is_at_once: bool
+) -> None:
+    """Its job is cancelled and its bytes are free, as if it had sent nothing more."""
+    _, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    writer.write(JOB + second if is_at_once else JOB)
+    await until("the job waits", lambda: running.gateway.lifecycle.waiting == 1)
+    if not is_at_once:
+        writer.write(second)
+        await writer.drain()
+    writer.transport.abort()
+
+    async def is_cancelled() -> bool:
+        return [view.state for view in (await jobs.list_jobs(store)).data] == ["cancelled"]
+
+    await until("the job is cancelled", is_cancelled)
+    assert not await inventory.leases(store)
+
+
+async def test_an_empty_line_after_a_body_is_no_request(running: Running, agent: FakeAgent) -> None:
+    """Old clients send one; their connection goes on."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    for _ in range(2):
+        writer.write(JOB + b"\r\n")
+        await until("the job waits", lambda: running.gateway.lifecycle.waiting == 1)
+        await until("the job is answered", agent.run_all)
+        answer = await asyncio.wait_for(reader.readuntil(b"false}"), 10)
+        assert answer.startswith(b"HTTP/1.1 200 OK") and b"connection" not in answer
+    writer.close()
