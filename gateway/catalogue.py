@@ -3,6 +3,9 @@
 Owns: which version's schema and estimate an infer call is measured against. Gateways need no model
 configuration: agents publish all of it. Does not own: when to look again, except that an unknown name looks
 at once, so that a model that has just registered is not a 404 until the next beat.
+
+A ledger that lost its memory knows no model until the agents have registered again. Callers are told to come
+back then: 404 is for a model that this worker has not known lately either, in a pool that knows some.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import asyncio
 import difflib
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +24,16 @@ from gateway.validation import InputReader
 from scheduler import estimates
 from scheduler.logs import log_event
 from scheduler.models import HostedModel, ModelView
-from vramgate.errors import Refused, UnknownModel
+from vramgate.errors import NoReadyCard, Refused, UnknownModel
 
 logger = logging.getLogger("gateway")
 
 MAX_REASONS = 4
 MAX_WHY = 600
+LATELY_S = 60.0
+"""So long a model counts as known that the ledger has lost; its agents register again within a few beats."""
+
+REGISTER_S = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,7 @@ class Catalogue:
         self._views: dict[str, ModelView] = {}
         self._entries: dict[str, Entry] = {}
         self._readers: dict[HostedReaderKey, InputReader] = {}
+        self._lost: dict[str, float] = {}
         self._looked = float("-inf")
         self._looking = asyncio.Lock()
 
@@ -90,6 +99,8 @@ class Catalogue:
         """Read all models again. Raises StoreUnavailable."""
         began = time.monotonic()
         views = {view.name: view for view in await self._ledger.models()}
+        lost = dict.fromkeys(_names(self._views) - _names(views), began)
+        self._lost = {name: at for name, at in self._lost.items() if began - at < LATELY_S} | lost
         self._views, self._entries = views, {}
         self._looked = began
         alive = {_reader_key(model) for view in views.values() for model in view.versions}
@@ -98,7 +109,8 @@ class Catalogue:
     async def find(self, asked: str) -> Entry:
         """The entry of `name` or `name@version`.
 
-        Raises UnknownModel, or StoreUnavailable when nobody knows.
+        Raises UnknownModel, NoReadyCard of a ledger that has forgotten it, StoreUnavailable when nobody
+        knows.
         """
         entry = self._entries.get(asked) or self._enter(asked)
         if entry is not None:
@@ -111,8 +123,15 @@ class Catalogue:
                 await self.refresh()
         entry = self._enter(asked)
         if entry is None:
-            raise self._unknown(asked)
+            raise self.refusal(asked, self._views)
         return entry
+
+    def forget(self, asked: str) -> Refused:
+        """The ledger does not know what was found here a moment ago; what to tell the caller."""
+        name = asked.partition("@")[0]
+        self._lost |= dict.fromkeys((name, asked), time.monotonic())
+        self._views, self._entries = {other: self._views[other] for other in self._views if other != name}, {}
+        return self.refusal(asked, self._views)
 
     def why_nowhere(self, name: str) -> str | None:
         """What the cards say of a model that none of them can serve; None where one can, or none says."""
@@ -160,17 +179,36 @@ class Catalogue:
                 return None
         return self._readers[key]
 
-    def _unknown(self, asked: str) -> Refused:
+    def refusal(self, asked: str, views: Mapping[str, ModelView]) -> Refused:
+        """Why there is no such model: `views` are all that the ledger knows."""
         name, _, version = asked.partition("@")
-        if name in self._views:
-            known = ", ".join(model.version for model in self._views[name].versions)
+        is_lost = time.monotonic() - self._lost.get(asked, float("-inf")) < LATELY_S
+        if is_lost or (name in self._views and name not in views):
+            return NoReadyCard(
+                f"the ledger no longer knows {asked[:64]!r}, which it knew a moment ago; its agents register "
+                "again",
+                retry_after_s=REGISTER_S,
+            )
+        if not views:
+            return NoReadyCard(
+                "no agent has registered a model in this pool yet, or the ledger has lost its memory",
+                retry_after_s=REGISTER_S,
+            )
+        if name in views:
+            known = ", ".join(model.version for model in views[name].versions)
             return UnknownModel(f"model {name} has no version {version[:64]!r}; there is {known}")
-        near = difflib.get_close_matches(name[:80], self._views, 1, 0.6)
+        near = difflib.get_close_matches(name[:80], views, 1, 0.6)
         hint = f"did you mean {near[0]}?" if near else "GET /v1/models lists those that are known"
         return UnknownModel(f"no agent has served {name[:64]!r} lately; {hint}")
 
 
 HostedReaderKey = tuple[str, str, str, int, float]
+
+
+def _names(views: Mapping[str, ModelView]) -> set[str]:
+    """All that can be asked for: names, and names with a version."""
+    versions = {f"{view.name}@{model.version}" for view in views.values() for model in view.versions}
+    return views.keys() | versions
 
 
 def _reader_key(model: HostedModel) -> HostedReaderKey:

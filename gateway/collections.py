@@ -11,7 +11,6 @@ from starlette.responses import Response
 from gateway import headers, rendering
 from gateway.context import Gateway
 from scheduler import documents
-from vramgate.errors import UnknownModel
 
 View = TypeVar("View")
 
@@ -25,10 +24,10 @@ async def get_model(gateway: Gateway, request: Request) -> Response:
     """GET /v1/models/{id}."""
     form = headers.parse_accept(headers.get(request, b"accept"))
     name = request.path_params["model"]
-    for view in await gateway.ledger.models():
-        if view.name == name:
-            return rendering.render(documents.model_document(view), form)
-    raise UnknownModel(f"no agent has served {name[:64]!r} lately; GET /v1/models lists those known")
+    views = {view.name: view for view in await gateway.ledger.models()}
+    if name not in views:
+        raise gateway.catalogue.refusal(name, views)
+    return rendering.render(documents.model_document(views[name]), form)
 
 
 async def list_cards(gateway: Gateway, request: Request) -> Response:

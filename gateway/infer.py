@@ -53,11 +53,12 @@ async def infer(gateway: Gateway, request: Request) -> Response:
     )
     try:
         response = await _answer(gateway, request, submit, form, preference)
-    except Refused as refused:
+    except Refused as error:
+        refused = gateway.catalogue.forget(entry.asked) if error.code == "unknown_model" else error
         metrics.INFERENCES.labels(entry.name, refused.code).inc()
         if refused.code in _NO_CARD and (why := gateway.catalogue.why_nowhere(entry.name)) is not None:
             refused.detail = f"{refused.detail}; {why}"
-        raise
+        raise refused from None
     metrics.INFERENCES.labels(entry.name, "accepted" if response.status_code == 202 else "answered").inc()
     return response
 

@@ -107,7 +107,12 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation("GET", "/v1/models", collections.list_models, "pool", {200: "List"}, _READ),
     Operation(
-        "GET", "/v1/models/{model}", collections.get_model, "pool", {200: "Model"}, (*_READ, "unknown_model")
+        "GET",
+        "/v1/models/{model}",
+        collections.get_model,
+        "pool",
+        {200: "Model"},
+        (*_READ, "unknown_model", "no_ready_card"),
     ),
     Operation("GET", "/v1/cards", collections.list_cards, "pool", {200: "List"}, _READ),
     Operation(

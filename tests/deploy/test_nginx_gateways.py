@@ -108,14 +108,13 @@ async def test_a_gateways_refusals_come_through_untouched(
     http: httpx.AsyncClient, gateways: tuple[GatewayProcess, GatewayProcess]
 ) -> None:
     """Status, headers and problem document of a refusal are the same through the proxy and past it."""
-    through = await http.post("/v1/models/nobody/infer", json={"inputs": {}})
+    path = f"/v1/jobs/{'0' * 32}"
+    through = await http.get(path)
     async with httpx.AsyncClient() as direct:
-        past = await direct.post(
-            f"http://127.0.0.1:{gateways[0].port}/v1/models/nobody/infer", json={"inputs": {}}
-        )
+        past = await direct.get(f"http://127.0.0.1:{gateways[0].port}{path}")
     assert through.status_code == past.status_code == 404
     assert through.headers["Content-Type"] == past.headers["Content-Type"] == "application/problem+json"
-    assert through.json()["code"] == past.json()["code"] == "unknown_model"
+    assert through.json()["code"] == past.json()["code"] == "unknown_job"
 
 
 async def test_a_body_over_the_limit_gets_one_answer_from_both(
@@ -158,7 +157,8 @@ async def test_a_gateway_that_ends_costs_no_caller_an_answer(
         await asyncio.sleep(0.01)
     await ending
     assert set(statuses) == {404}
-    assert (await http.post("/v1/models/nobody/infer", json={"inputs": {}})).status_code == 404
+    refused = await http.post("/v1/models/nobody/infer", json={"inputs": {}})
+    assert refused.json()["code"] == "no_ready_card"
 
 
 async def test_all_gateways_gone_is_told_by_the_proxy(
