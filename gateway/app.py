@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway import headers, metrics, openapi, problems
+from gateway import headers, metrics, openapi, paths, problems
 from gateway.catalogue import Catalogue
 from gateway.context import Gateway
 from gateway.ledger import Ledger
@@ -45,13 +45,18 @@ def create_app(
             await gateway.ledger.close()
 
     # The usual pages of FastAPI load their scripts from elsewhere; a box with GPUs often has no way there.
-    app = FastAPI(title=TITLE, version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
+    # And a redirect to the path without a last slash names the host that a proxy spoke to.
+    app = FastAPI(
+        title=TITLE, version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.state.gateway = gateway
     problems.install(app)
     for operation in OPERATIONS:
         methods = ["GET", "HEAD"] if operation.tag == "health" else [operation.method]
         app.router.routes.append(
-            Route(operation.path, _Endpoint(gateway, operation), methods=methods, name=operation.name)
+            Route(
+                paths.of(operation.path), _Endpoint(gateway, operation), methods=methods, name=operation.name
+            )
         )
     app.openapi = lambda: openapi.document(title=TITLE, version=VERSION)  # type: ignore[method-assign]
     return app

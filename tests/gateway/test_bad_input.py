@@ -195,6 +195,8 @@ async def test_what_is_not_there_is_a_problem_too(http: httpx.AsyncClient, agent
         (await http.get("/v2/health"), 404, "unknown_route"),
         (await http.post("/v1/models/ecko/infer", json={"inputs": {}}), 404, "unknown_model"),
         (await http.get("/v1/models/nope"), 404, "unknown_model"),
+        (await http.get("/v1/models/"), 404, "unknown_model"),
+        (await http.get("/livez/"), 404, "unknown_route"),
         (await http.get("/v1/jobs/" + "0" * 32), 404, "unknown_job"),
         (await http.delete("/v1/jobs/" + "0" * 32), 404, "unknown_job"),
         (await http.get("/v1/jobs/" + "0" * 32 + "/events"), 404, "unknown_job"),
@@ -228,7 +230,7 @@ async def test_what_is_not_there_is_a_problem_too(http: httpx.AsyncClient, agent
         assert response.headers["content-type"] == "application/problem+json"
         assert problem["type"] == f"urn:vramgate:{code}" and problem["status"] == status
     assert "did you mean echo?" in cases[1][0].json()["detail"]
-    assert "GET" in cases[8][0].headers["allow"]
+    assert "GET" in cases[10][0].headers["allow"]
 
 
 async def test_every_refusal_is_one_log_event(
