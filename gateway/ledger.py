@@ -36,6 +36,7 @@ from scheduler.models import (
     Submitted,
 )
 from scheduler.settings import Settings
+from scheduler.silence import Silence
 from scheduler.store import BadStore, Store
 from vramgate.errors import StoreUnavailable
 
@@ -69,7 +70,7 @@ class Ledger:
         self.worker = secrets.token_hex(16)
         self.ready_cards = 0
         self.is_answering = False
-        self._was_said = False
+        self._silence = Silence()
         self._settings = settings
         self._store: Store | None = None
         self._reader: results.ResultReader | None = None
@@ -158,14 +159,17 @@ class Ledger:
             self._mark_silent(error)
 
     def _mark_answering(self) -> None:
+        silent_s = self._silence.ended()
         if not self.is_answering:
             self.is_answering = True
-            log_event(logger, "store_answers", worker=self.worker, pool=self._settings.pool)
+            log_event(
+                logger, "store_answers", worker=self.worker, pool=self._settings.pool, silent_s=silent_s
+            )
 
     def _mark_silent(self, error: Exception) -> None:
-        if self.is_answering or not self._was_said:
-            self._was_said = True
-            log_event(logger, "store_unavailable", logging.WARNING, detail=str(error))
+        silent_s = self._silence.lasts()
+        if silent_s is not None:
+            log_event(logger, "store_unavailable", logging.WARNING, silent_s=silent_s, detail=str(error))
         self.is_answering = False
 
     # Jobs

@@ -24,6 +24,7 @@ from scheduler.cards import SessionLost
 from scheduler.logs import log_event
 from scheduler.models import Beat, BeatAnswer
 from scheduler.settings import Settings
+from scheduler.silence import Silence
 from scheduler.store import Store
 from vramgate.errors import VramgateError
 
@@ -70,7 +71,7 @@ class Heartbeat:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._nudged: asyncio.Event | None = None
         self._stopping = False
-        self._is_silent = False
+        self._silence = Silence()
         self._models_told: tuple[str, int] | None = None
         self._quiet = threading.Event()
         self._quiet.set()
@@ -156,9 +157,9 @@ class Heartbeat:
         return False
 
     def _said(self, trouble: str | None) -> None:
-        """Log the changes between hearing and silence, not each beat."""
-        if trouble is not None and not self._is_silent:
-            log_event(_LOG, "heartbeat_unanswered", logging.WARNING, card=self._card, reason=trouble)
-        elif trouble is None and self._is_silent:
-            log_event(_LOG, "heartbeat_answered", card=self._card)
-        self._is_silent = trouble is not None
+        """Log the changes between hearing and silence, and a silence that lasts; not each beat."""
+        silent_s = self._silence.ended() if trouble is None else self._silence.lasts()
+        if silent_s is not None:
+            name = "heartbeat_answered" if trouble is None else "heartbeat_unanswered"
+            level = logging.INFO if trouble is None else logging.WARNING
+            log_event(_LOG, name, level, card=self._card, silent_s=silent_s, reason=trouble)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import signal
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -12,8 +14,9 @@ from starlette.requests import Request
 
 from gateway import openapi, problems
 from gateway.routes import OPERATIONS
-from scheduler import inventory, jobs
+from scheduler import inventory, jobs, silence
 from scheduler.settings import Settings
+from scheduler.silence import Silence
 from scheduler.store import Store
 from tests.conftest import TestServer
 from tests.gateway.conftest import MIB, MODELS, Answerer, Running, run_gateway
@@ -167,6 +170,40 @@ async def test_without_a_server_requests_are_503_until_there_is_one(
             return bool((await http.get("/readyz")).json()["code"] == "no_ready_card")
 
         await until("its beat came through", knows_of_no_card)
+
+
+async def test_a_silence_that_lasts_is_said_again_and_its_end_once(
+    own_server: TestServer,
+    settings: Settings,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that whoever looks at the end of the log sees that Redis is away, and since when."""
+    monkeypatch.setattr(silence, "REMIND_S", 0.2)
+    caplog.set_level(logging.INFO, "gateway")
+    own_server.kill()
+
+    def said(event: str) -> list[dict[str, object]]:
+        found = [record for record in caplog.records if record.getMessage() == event]
+        return [record.__dict__["vramgate_fields"] for record in found]
+
+    async with run_gateway(settings.model_copy(update={"redis_url": own_server.url})):
+        await until("it is said again", lambda: len(said("store_unavailable")) >= 3)
+        own_server.start()
+        await until("it is said that the server answers", lambda: bool(said("store_answers")))
+    assert said("store_unavailable")[0]["silent_s"] == 0
+    assert [fields["silent_s"] != 0 for fields in said("store_answers")] == [True]
+
+
+def test_a_silence_is_said_at_a_bounded_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its beginning, after each REMIND_S that it lasts, and at its end with its length."""
+    seconds = iter([*range(1000, 1100), 1100.0, 1101.0])
+    monkeypatch.setattr(silence, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    server = Silence()
+    assert server.ended() is None
+    said = [server.lasts() for _ in range(100)]
+    assert [silent_s for silent_s in said if silent_s is not None] == [0, 30, 60, 90]
+    assert (server.ended(), server.ended(), server.lasts()) == (100, None, 0)
 
 
 async def test_a_server_that_freezes_is_503_and_back(own_server: TestServer, settings: Settings) -> None:
