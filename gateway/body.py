@@ -28,8 +28,6 @@ from scheduler.settings import LimitSettings
 from vramgate.errors import InvalidInput, Malformed, TooLarge, UnsupportedMediaType
 
 Kind = Literal["json", "msgpack", "fields", "raw"]
-STALLED_S = 30.0
-"""A body that brings nothing for so long is given up; it would hold its memory for ever."""
 
 _MSGPACK = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 _ENVELOPE = ("inputs", "options")
@@ -75,17 +73,14 @@ def check_length(request: Request, limit: int) -> None:
 async def read(request: Request, limit: int) -> bytes:
     """The whole body.
 
-    Raises TooLarge as soon as it is over `limit`, ClientDisconnect when the client left.
+    Raises TooLarge as soon as it is over `limit`, ClientDisconnect when the client left. How long it may
+    take is bounded by the protocol (`gateway.protocol`), at no cost for each body.
     """
     chunks: list[bytes] = []
     size = 0
     more = True
     while more:
-        try:
-            async with asyncio.timeout(STALLED_S):
-                message = await request.receive()
-        except TimeoutError:
-            raise Malformed(f"the body stopped after {size} bytes for {STALLED_S:g} s") from None
+        message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         chunk = message.get("body", b"")
