@@ -254,7 +254,7 @@ async def test_a_wait_in_the_queue_over_its_limit_is_503_with_retry_after(
     gate.open()
 
 
-async def test_a_full_queue_is_429(settings: Settings, agent: FakeAgent, store: Store) -> None:
+async def test_a_full_queue_is_429(settings: Settings, answerer: Answerer, gate: Gate, store: Store) -> None:
     """One job may wait: the next is refused, told how many wait and when to come back, and not stored."""
     limits = settings.limits.model_copy(update={"queue_jobs": 1})
     async with (
@@ -266,6 +266,7 @@ async def test_a_full_queue_is_429(settings: Settings, agent: FakeAgent, store: 
     assert (refused.status_code, refused.json()["code"]) == (429, "queue_full"), refused.text
     assert int(refused.headers["retry-after"]) >= 1 and refused.json()["queue_length"] == 1
     assert len((await jobs.list_jobs(store)).data) == 9
+    gate.open()
 
 
 async def test_a_job_that_fits_no_card_is_422(

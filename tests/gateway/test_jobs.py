@@ -28,6 +28,8 @@ async def submit(http: httpx.AsyncClient, **options: Any) -> dict[str, Any]:
 async def test_a_job_is_shown_in_any_state(http: httpx.AsyncClient, agent: FakeAgent) -> None:
     """200 while it waits, with its place; and after it failed, with the problem as `error`."""
     jobs = [await submit(http) for _ in range(10)]
+    # A reading that grows old is a reason of its own.
+    await agent.beat()
     last = await http.get(f"/v1/jobs/{jobs[-1]['id']}")
     assert (last.status_code, last.json()["state"]) == (200, "queued")
     assert last.json()["position"] == 2 and last.headers["x-queue-position"] == "2"
