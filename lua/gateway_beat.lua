@@ -2,7 +2,7 @@
 -- Guarantee: a worker that beats keeps its session; what is due is done, some at a time.
 -- Fence: none. KEYS: meta, sessions. ARGV: arguments {worker}, settings, lease ids
 -- Returns: ok {stamp, ready_cards, more, mended}
--- Cost: at most 16 of each kind moved; the pool's cards are read, and audited once a minute; while a round of the audit is on, 128
+-- Cost: at most 16 of each kind moved; the pool's cards are read, and audited once a minute; while a round of the audit is on, 64
 -- records are looked at.
 -- include: base transitions rate lease job settle place agent sweep mend
 local AUDIT_MS = 60000

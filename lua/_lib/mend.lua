@@ -3,7 +3,7 @@
 -- that live. Field `mend` of meta is where it goes on: '' at its beginning, 'created|seen of that instant|live ones seen'.
 local mend = {}
 
-local LOOK = 128
+local LOOK = 64
 
 local moved_now, found = 0, {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 from gpu_agent.device.sim_card import Fault
 from scheduler import admission, gateways, inventory, jobs
@@ -33,9 +34,11 @@ async def test_a_job_that_kills_its_process_alone_twice_is_a_dead_letter(rough: 
     """One that always crashes ends as `crashed` after at most three runs; its batch mates and the card
     survive it.
     """
+    # Three children are started anew: slow where the machine has other things to do.
+    patient: dict[str, Any] = {"max_wait_ms": 90_000, "total_timeout_ms": 120_000}
     blocker = await rough.submit("crasher", "slow:0.5")
-    bad = await rough.submit("crasher", "die")
-    good = await rough.submit("crasher", "fine")
+    bad = await rough.submit("crasher", "die", **patient)
+    good = await rough.submit("crasher", "fine", **patient)
     outcome = await rough.outcome(bad)
     assert outcome.code == "crashed" and outcome.attempts <= 3
     for job in (blocker, good):
