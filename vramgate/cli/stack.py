@@ -136,14 +136,6 @@ class Stack:
         for service in (*self._gateways, *self._agents):
             service.kill()
 
-    async def cards(self) -> tuple[CardView, ...]:
-        """The cards as the ledger knows them. Raises StoreUnavailable."""
-        store = await Store.connect(self.settings, max_connections=2)
-        try:
-            return await inventory.cards(store)
-        finally:
-            await store.close()
-
     async def _start_server(self) -> None:
         await self._server.start(self.data_dir / "server")
         self.settings = load_settings(self._plan.config, redis_url=self._server.url, pool=self._plan.pool)
@@ -267,17 +259,21 @@ async def watch_cards(stack: Stack, say: Say, stopped: asyncio.Event) -> None:
     """
     said: Mapping[str, str] = {}
     log = stack.settings.redis.data_dir / "logs" / "agents.log"
-    while not stopped.is_set():
-        with contextlib.suppress(VramgateError):
-            cards = await stack.cards()
-            lines = {card.id: card_line(card) for card in cards}
-            if is_of_no_use(cards):
-                lines[""] = f"nothing can be served: no model is ready on any card; their output is in {log}"
-            for name, line in lines.items():
-                if said.get(name) != line:
-                    say(line)
-            said = lines
-        await asyncio.sleep(_WATCH_S)
+    store = Store(stack.settings, max_connections=2)
+    try:
+        while not stopped.is_set():
+            with contextlib.suppress(VramgateError):
+                cards = await inventory.cards(store)
+                lines = {card.id: card_line(card) for card in cards}
+                if is_of_no_use(cards):
+                    lines[""] = f"nothing can be served: no model is ready on any card; see {log}"
+                for name, line in lines.items():
+                    if said.get(name) != line:
+                        say(line)
+                said = lines
+            await asyncio.sleep(_WATCH_S)
+    finally:
+        await store.close()
 
 
 def is_of_no_use(cards: Sequence[CardView]) -> bool:
