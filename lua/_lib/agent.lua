@@ -8,15 +8,18 @@ function agent.holds_card(k) return k.sid ~= '' and k.sid == A.session end
 
 function agent.renew(k) redis.call('ZADD', key('sessions'), int(NOW + CFG.session_ms), 'c:' .. k.id) end
 
--- Who else lives and publishes another contract under this name and version; nil where nobody does. Whoever is in the set of
--- a version agrees with all in it that live: one whose session has ended is asked anew when it registers.
+-- Who else lives and publishes another contract under this name and version; nil where nobody does. All in the set of a version
+-- that live agree, so the first of them speaks for all; one whose session has ended is compared anew when it registers.
 local function holder(k, m)
   if m.contract == '' then return nil end
   local others = redis.call('SMEMBERS', key('on', m.name .. '@' .. m.version))
   table.sort(others)
   for _, id in ipairs(others) do
     local v = redis.call('HMGET', key('card', id), 'sid', 's:' .. m.name, 'nm')
-    if id ~= k.id and v[1] and v[1] ~= '' and v[2] and v[2] ~= m.contract then return v[3] or id, v[2] end
+    if id ~= k.id and v[1] and v[1] ~= '' and v[2] then
+      if v[2] == m.contract then return nil end
+      return v[3] or id, v[2]
+    end
   end
 end
 
