@@ -4,8 +4,8 @@
 -- Fence: the client id. KEYS: meta, job:<id of the submit>, key:<...> (or tomb again), tomb:<id>
 -- ARGV: arguments {client, job, keyed, unknown}, settings, lease ids. Returns: ok {found}
 -- Cost: one record; at most one pump of its card.
--- include: base transitions rate lease job settle place agent
-begin_writes()
+-- include: base arguments pool limits transitions rate lease job settle place agent
+pool.begin_writes()
 local id = A.job
 local j = id and job.load(id)
 if not j and A.keyed then
@@ -16,16 +16,15 @@ if not j and A.keyed then
   end
 end
 -- Where the gateway does not know what became of its submit, a repetition of it may still be on its way.
-if A.unknown or not j then redis.call('SET', KEYS[4], '1', 'PX', int(CFG.tombstone_ttl_ms)) end
-if not j or not j['c:' .. A.client] then return reply('ok', { found = 0 }) end
-job.unset(id, j, 'c:' .. A.client, 'e:' .. A.client)
-job.set(id, j, 'nc', int(num(j.nc) - 1))
-if num(j.nc) == 0 and job.is_live(j) then
-  if not j.k then
+if A.unknown or not j then redis.call('SET', KEYS[4], '1', 'PX', int(TOMBSTONE_TTL_MS)) end
+if not j or not job.has_client(id, j, A.client) then return reply('ok', { found = 0 }) end
+job.remove_client(id, j, A.client)
+if not job.has_clients(j) and job.is_live(j) then
+  if j.k == '' then
     agent.end_job(id, j, 'cancel', { detail = 'job ' .. id .. ': its client left' })
-    count('client_left')
+    pool.count('client_left')
   else
-    job.set(id, j, 'ab', int(NOW + CFG.abandon_grace_ms))
+    job.set(id, j, 'ab', NOW + ABANDON_GRACE_MS)
     job.schedule(id, j)
   end
 end

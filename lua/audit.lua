@@ -5,8 +5,8 @@
 -- KEYS: meta. ARGV: arguments {cards (ids, empty: all), go_on (the next step of the round alone)}, settings, lease ids
 -- Returns: ok {drift {card -> bytes and jobs}, mended {kind -> number}, more}
 -- Cost: the leases of the cards; 64 records looked at, at most 16 jobs moved.
--- include: base transitions rate lease job settle place agent sweep mend
-begin_writes()
+-- include: base arguments pool limits transitions rate lease job settle place agent sweep mend
+pool.begin_writes()
 local drift = {}
 if not A.go_on then
   local ids = A.cards

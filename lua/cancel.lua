@@ -4,18 +4,18 @@
 -- Fence: the tenant (empty: operator). KEYS: meta, job:<id>. ARGV: arguments {id, tenant, force}, settings, lease ids
 -- Returns: ok {} | unknown {}
 -- Cost: one record; at most one pump of its card.
--- include: base transitions rate lease job settle place agent
+-- include: base arguments pool limits transitions rate lease job settle place agent
 local j = job.load(A.id)
 if not j or (A.tenant and j.t ~= A.tenant) then return reply('unknown') end
-begin_writes()
+pool.begin_writes()
 if job.is_live(j) then
   agent.end_job(A.id, j, 'cancel', { detail = 'job ' .. A.id .. ': cancelled', force = A.force })
-elseif A.force and j.l then
+elseif A.force and j.l ~= '' then
   local record = lease.get(j.d, j.l)
   if record then
-    record[lease.ENDING] = 2
+    record.ending = 2
     lease.put(j.d, j.l, record)
-    wake(j.d)
+    pool.wake(j.d)
   end
 end
 return reply('ok')

@@ -4,20 +4,21 @@
 -- ARGV: arguments {card, session, seq, reason, starts, reports}, settings, lease ids, results ...
 -- Returns: ok {jobs = {}, verdicts, more} | lost | stale_seq
 -- Cost: at most 16 reports, 16 jobs taken off the card.
--- include: base transitions rate lease job settle place agent sweep
+-- include: base arguments pool limits transitions rate lease job settle place agent sweep
 local k = lease.card(A.card)
 if not agent.holds_card(k) then return reply('lost') end
 local again = agent.repeated(k)
 if again then return again end
-begin_writes()
+pool.begin_writes()
 agent.renew(k)
 k.ag, k.sm = 'down', 0
 -- A beat that was on its way must not open the card again: neither its word nor its sample counts.
 k.sf, k.dq = NOW, A.seq
-redis.call('HSET', key('card', k.id), 'ag', 'down', 'rs', A.reason, 'sf', int(NOW), 'dq', int(A.seq))
-redis.call('HDEL', key('card', k.id), 'sm')
+lease.save(k)
+redis.call('HSET', key('card', k.id), 'rs', A.reason)
 sweep.clear_head(k)
 agent.starts(k, A.starts)
+agent.load_reported(k, A.reports)
 local verdicts = {}
 for i, report in ipairs(A.reports) do verdicts[i] = agent.report(k, report) end
 agent.place_back()

@@ -3,12 +3,12 @@
 -- Fence: session, sequence number. KEYS: meta, card:<id>
 -- ARGV: arguments {card, session, seq, want, starts, sample}, settings, lease ids. Returns: ok {jobs, verdicts, more} + inputs | lost | stale_seq
 -- Cost: at most 16 jobs handed out, at most 16 granted.
--- include: base transitions rate lease job settle place agent sweep
+-- include: base arguments pool limits transitions rate lease job settle place agent sweep
 local k = lease.card(A.card)
 if not agent.holds_card(k) then return reply('lost') end
 local again = agent.repeated(k)
 if again then return again end
-begin_writes()
+pool.begin_writes()
 agent.renew(k)
 agent.starts(k, A.starts)
 agent.sample(k, A.sample)

@@ -3,16 +3,16 @@
 -- Fence: session and lease. KEYS: meta, card:<id>, job:<id>
 -- ARGV: arguments {card, session, job, lease, attempt, types}, settings, '', one packed event after the other. Returns: ok | fenced
 -- Cost: one XADD for each event, one for each worker that watches.
--- include: base transitions rate lease job
+-- include: base arguments pool limits transitions rate lease job
 local k = lease.card(A.card)
 local record = k.sid == A.session and lease.get(A.card, A.lease)
-local j = record and record[lease.JOB] == A.job and job.load(A.job)
+local j = record and record.job == A.job and job.load(A.job)
 if not j or j.l ~= A.lease or not job.is_live(j) then return reply('fenced') end
-begin_writes()
+pool.begin_writes()
 local stream = key('ev', A.job)
 for i, kind in ipairs(A.types) do
   redis.call('XADD', stream, 'MAXLEN', '~', 1024, '*', 'a', int(A.attempt), 't', kind, 'd', ARGV[3 + i])
 end
-redis.call('PEXPIRE', stream, int(num(j.tl) + 60000))
-job.tell(A.job, j, true, 'n', 'news')
+redis.call('PEXPIRE', stream, int(j.tl + 60000))
+job.tell(A.job, j, true)
 return reply('ok')

@@ -4,11 +4,11 @@
 -- Returns: ok {stamp, ready_cards, more, mended}
 -- Cost: at most 16 of each kind moved; the pool's cards are read, and audited once a minute; while a round of the audit is on, 64
 -- records are looked at.
--- include: base transitions rate lease job settle place agent sweep mend
+-- include: base arguments pool limits transitions rate lease job settle place agent sweep mend
 local AUDIT_MS = 60000
 
-begin_writes()
-redis.call('ZADD', KEYS[2], int(NOW + CFG.session_ms), 'g:' .. A.worker)
+pool.begin_writes()
+redis.call('ZADD', KEYS[2], int(NOW + SESSION_MS), 'g:' .. A.worker)
 -- First: what the sweeps count is written when this call ends.
 local cards = redis.call('ZRANGE', key('cards'), 0, -1)
 if NOW - num(redis.call('HGET', META, 'audited')) > AUDIT_MS then

@@ -3,8 +3,8 @@
 -- Fence: none (the worker's name is random).
 -- KEYS: meta, sessions. ARGV: arguments {worker}, settings. Returns: ok
 -- Cost: two keys.
--- include: base
-begin_writes()
+-- include: base arguments pool
+pool.begin_writes()
 redis.call('ZREM', KEYS[2], 'g:' .. A.worker)
 redis.call('DEL', key('st', A.worker), key('gwj', A.worker))
 return reply('ok')

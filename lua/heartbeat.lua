@@ -6,10 +6,10 @@
 -- ARGV: arguments {card, session, state, reason, applied, held {lease -> job}, starts, sample, hosted?}, settings, lease ids
 -- Returns: ok {cancels, recalls, disputed {model -> reason}, operator, has_work, more} | lost
 -- Cost: the leases of the card; at most 16 requeued, 16 granted, 16 deadlines, one ended session.
--- include: base transitions rate lease job settle place agent sweep
+-- include: base arguments pool limits transitions rate lease job settle place agent sweep
 local k = lease.card(A.card)
 if not agent.holds_card(k) then return reply('lost') end
-begin_writes()
+pool.begin_writes()
 agent.renew(k)
 agent.note_seen(k)
 local disputed = A.hosted and agent.publish(k, A.hosted) or {}
@@ -18,27 +18,27 @@ local is_late = A.state == 'ready' and A.applied < k.dq
 if not is_late and (k.ag ~= A.state or redis.call('HGET', key('card', k.id), 'rs') ~= (A.reason or '')) then
   if k.ag ~= 'ready' and A.state == 'ready' then rate.serving_begins(k) end
   k.ag = A.state
-  redis.call('HSET', key('card', k.id), 'ag', A.state, 'rs', A.reason or '')
+  lease.save(k)
+  redis.call('HSET', key('card', k.id), 'rs', A.reason or '')
   redis.call('HINCRBY', META, 'stamp', 1)
 end
 agent.sample(k, A.sample)
 
 local cancels, recalls, unheld, more, known = {}, {}, 0, false, {}
-local all = redis.call('HGETALL', key('leases', k.id))
+local all = lease.all(k)
 for i = 1, #all, 2 do
-  local id, record = all[i], cmsgpack.unpack(all[i + 1])
+  local id, record = all[i], all[i + 1]
   known[id] = true
-  local handed = record[lease.HANDED]
-  local is_misplaced = disputed[record[lease.MODEL]]
+  local handed, is_misplaced = record.handed, disputed[record.model]
   if (handed > 0 and handed <= A.applied and not A.held[id]) or (handed == 0 and is_misplaced) then
     if unheld == MOVE_LIMIT then
       more = true
     else
       unheld = unheld + 1
       lease.release(k, id, record)
-      local job_id = record[lease.JOB]
+      local job_id = record.job
       local j = job.load(job_id)
-      if handed == 0 then redis.call('LREM', key('ready', k.id), 1, job_id) end
+      if handed == 0 then redis.call('LREM', place.ready(k), 1, job_id) end
       if j and j.l == id and job.is_live(j) then
         agent.requeue(job_id, j, handed == 0 and 'unclaimed' or 'unheld')
         place.requeued(job_id, j)
@@ -47,11 +47,11 @@ for i = 1, #all, 2 do
         if next_id then place.requeued(next_id, n) end
       end
     end
-  elseif handed > 0 and record[lease.ENDING] > 0 then
-    local j = job.load(record[lease.JOB])
-    cancels[#cancels + 1] = { job = record[lease.JOB], lease = id, force = record[lease.ENDING] == 2 and 1 or 0, reason = j and j.co or 'gone' }
-  elseif (is_misplaced or record[lease.RECALL] ~= '') and record[lease.STARTED] == 0 then
-    recalls[#recalls + 1] = record[lease.JOB]
+  elseif handed > 0 and record.ending > 0 then
+    local j = job.load(record.job)
+    cancels[#cancels + 1] = { job = record.job, lease = id, force = record.ending == 2 and 1 or 0, reason = j and j.co or 'gone' }
+  elseif (is_misplaced or record.recall ~= '') and record.started == 0 then
+    recalls[#recalls + 1] = record.job
   end
 end
 
@@ -69,5 +69,5 @@ more = sweep.deadlines() or more
 more = sweep.sessions() or more
 return reply('ok', {
   cancels = cancels, recalls = recalls, disputed = disputed, operator = k.op, more = more and 1 or 0,
-  has_work = redis.call('EXISTS', key('ready', k.id)),
+  has_work = redis.call('EXISTS', place.ready(k)),
 })

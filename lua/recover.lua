@@ -3,11 +3,11 @@
 -- Fence: the run id.
 -- KEYS: meta. ARGV: arguments {run_id}, settings, lease ids (may be none). Returns: ok {incarnation, changed, mended}
 -- Cost: as audit, once per server run.
--- include: base transitions rate lease job settle place agent sweep mend
+-- include: base arguments pool limits transitions rate lease job settle place agent sweep mend
 local known = redis.call('HGET', META, 'run')
 local incarnation = num(redis.call('HGET', META, 'inc'))
 if known == A.run_id then return reply('ok', { incarnation = incarnation, changed = 0 }) end
-begin_writes()
+pool.begin_writes()
 for _, id in ipairs(redis.call('ZRANGE', key('cards'), 0, -1)) do mend.sums(id) end
 redis.call('HSET', META, 'run', A.run_id, 'inc', int(incarnation + 1))
 mend.begin()

@@ -6,34 +6,31 @@
 -- settings, lease ids
 -- Returns: ok {more} | taken {left_ms}
 -- Cost: at most 16 jobs moved; called again while more is 1.
--- include: base transitions rate lease job settle place agent sweep
+-- include: base arguments pool limits transitions rate lease job settle place agent sweep
 -- First of all, so that a server that was frozen gives its grace before it is asked whose session has ended.
-begin_writes()
+pool.begin_writes()
 local k = lease.card(A.card)
 if k.sid ~= '' and k.sid ~= A.session then
   local left = num(redis.call('ZSCORE', key('sessions'), 'c:' .. k.id)) - NOW
   if left > 0 then return reply('taken', { left_ms = left }) end
 end
 if k.sid ~= A.session then
-  redis.call('HSET', key('card', k.id), 'sid', '', 'ag', 'lost')
-  redis.call('HDEL', key('card', k.id), 'sm')
-  redis.call('DEL', key('ready', k.id))
   k.sid, k.ag, k.sm = '', 'lost', 0
+  lease.save(k)
+  redis.call('DEL', key('ready', k.id))
   sweep.clear_head(k)
   if sweep.lost_jobs(k) then return reply('ok', { more = 1 }) end
   -- The former session's work is off the card: the caller measured after it had ended it.
   agent.drop_leases(k)
   lease.audit(k.id)
-  k = lease.card(k.id)
-  redis.call('HSET', key('card', k.id), 'sq', '0')
-  redis.call('HDEL', key('card', k.id), 'dq', 'sf', 'an')
-  k.dq, k.sf = 0, 0
+  redis.call('HDEL', key('card', k.id), 'an')
+  k.sq, k.dq, k.sf = 0, 0, 0
 end
 
 k.sid, k.op, k.ag, k.hr = A.session, k.op == '' and 'ready' or k.op, A.state, A.headroom
-redis.call('HSET', key('card', k.id),
-  'sid', k.sid, 'op', k.op, 'ag', k.ag, 'rs', A.reason or '', 'host', A.host, 'nm', A.name, 'ix', int(A.index), 'pr', A.product,
-  'pid', int(A.pid), 'hr', int(A.headroom), 'si', int(A.simulated))
+lease.save(k)
+redis.call('HSET', key('card', k.id), 'rs', A.reason or '', 'host', A.host, 'nm', A.name, 'ix', int(A.index), 'pr', A.product,
+  'pid', int(A.pid), 'si', int(A.simulated))
 agent.publish(k, A.hosted)
 redis.call('HINCRBY', META, 'stamp', 1)
 agent.note_seen(k)

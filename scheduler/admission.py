@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler import jobs
+from scheduler import jobs, records
 from scheduler.models import JobView, SubmitRequest, Submitted
 from scheduler.store import Reply, Store
 from vramgate import errors
@@ -17,31 +17,17 @@ async def submit(store: Store, request: SubmitRequest) -> Submitted:
     """
     tombstone = store.keys.tombstone(request.job_id)
     key = tombstone if request.key is None else store.keys.idempotency(request.tenant, request.key)
+    digest = "" if request.key is None else key.rpartition(":")[2]
     reply = await store.run(
         "submit",
-        {
-            "id": request.job_id,
-            "model": request.model,
-            "bytes": request.lease_bytes,
-            "units": request.units,
-            "worker": request.worker,
-            "async": True if request.is_async else None,
-            "priority": request.priority,
-            "wait_ms": request.max_wait_ms,
-            "run_ms": request.run_timeout_ms,
-            "total_ms": request.total_timeout_ms,
-            "tenant": request.tenant,
-            "fp": request.fingerprint if request.key is not None else None,
-            "request_id": request.request_id,
-            "events": True if request.wants_events else None,
-        },
+        records.pack_submit(request, digest),
         keys=(store.keys.job(request.job_id), key, tombstone),
         blobs=(request.inputs,),
     )
     fields = reply.fields
     if reply.status == "refused":
         raise _refusal(reply, request)
-    outcome = jobs.outcome_of(fields["outcome"], reply.blobs[0]) if "outcome" in fields else None
+    outcome = jobs.outcome_of(fields["job"], *reply.blobs) if fields["how"] == "replayed" else None
     return Submitted(
         fields["job"],
         fields["how"],

@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 from redis.exceptions import RedisError
 
+from scheduler import records
 from scheduler.models import (
     Beat,
     BeatAnswer,
@@ -146,25 +147,32 @@ def _checked(reply: Reply, card: str) -> Reply:
     return reply
 
 
+def _handed(job_id: str, job: records.Job, inputs: bytes | None, now_ms: int) -> HandedJob:
+    # Events are wanted by listeners, and of an asynchronous job by those who come later.
+    has_listeners = any(field.startswith("e:") for field in job)
+    return HandedJob(
+        job_id=job_id,
+        lease_id=job["l"],
+        lease_bytes=int(job["lb"]),
+        model=job["m"],
+        version=job["ve"],
+        units=job["u"],
+        attempt=int(job["a"]),
+        alone="al" in job,
+        run_timeout_ms=int(job["rl"]),
+        total_left_ms=int(job["ct"] + job["tl"]) - now_ms,
+        inputs=inputs,
+        wants_events=not job["sy"] or has_listeners,
+        request_id=job["rq"] or None,
+    )
+
+
 def _handout(reply: Reply, card: str) -> Handout:
     fields = _checked(reply, card).fields
+    packed, inputs = reply.blobs[::2], reply.blobs[1::2]
     jobs = tuple(
-        HandedJob(
-            job_id=job["job"],
-            lease_id=job["lease"],
-            lease_bytes=int(job["bytes"]),
-            model=job["model"],
-            version=job["version"],
-            units=float(job["units"]),
-            attempt=int(job["attempt"]),
-            alone=bool(job["alone"]),
-            run_timeout_ms=int(job["run_ms"]),
-            total_left_ms=int(job["left_ms"]),
-            inputs=reply.blobs[job["inputs"] - 1] if job["inputs"] else None,
-            wants_events=bool(job["events"]),
-            request_id=job["request_id"] or None,
-        )
-        for job in fields["jobs"] or ()
+        _handed(job_id, records.unpack_job(record), given or None, reply.now_ms)
+        for job_id, record, given in zip(fields["jobs"] or (), packed, inputs, strict=True)
     )
     return Handout(reply.now_ms, jobs, tuple(fields["verdicts"] or ()), bool(fields["more"]))
 

@@ -22,8 +22,6 @@ from scheduler.models import (
 from scheduler.store import Reply, Store
 from vramgate import errors
 
-LEASE_FIELDS = ("bytes", "job_id", "granted_ms", "handed_seq", "started", "ending", "model", "recalled_for")
-
 
 async def _ask(store: Store, *parts: str) -> Reply:
     return await store.run("inventory", dict.fromkeys(parts, True))
@@ -150,19 +148,19 @@ async def leases(store: Store) -> tuple[LeaseView, ...]:
     reply = await _ask(store, "leases")
     found = []
     for told in reply.fields["leases"] or ():
-        record = dict(zip(LEASE_FIELDS, told["record"], strict=True))
-        state = "running" if record["started"] else "handed" if record["handed_seq"] else "leased"
+        record = told["record"]
+        state = "running" if record["started"] else "handed" if record["handed"] else "leased"
         found.append(
             LeaseView(
                 id=told["id"],
                 card=told["card"],
                 kind="job",
                 bytes=int(record["bytes"]),
-                job_id=record["job_id"],
+                job_id=record["job"],
                 model=record["model"],
                 state="ending" if record["ending"] else state,
-                granted_ms=int(record["granted_ms"]),
-                age_ms=reply.now_ms - int(record["granted_ms"]),
+                granted_ms=int(record["granted"]),
+                age_ms=reply.now_ms - int(record["granted"]),
             )
         )
     return tuple(sorted(found, key=lambda view: (view.granted_ms, view.id)))

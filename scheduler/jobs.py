@@ -8,7 +8,8 @@ from typing import Any
 
 import msgpack
 
-from scheduler.models import JobView, Outcome, Page
+from scheduler import records
+from scheduler.models import SETTLED, JobView, Outcome, Page
 from scheduler.store import Reply, Store
 from vramgate import errors
 
@@ -19,67 +20,67 @@ def unknown(job_id: str) -> errors.Refused:
     )
 
 
-def outcome_of(fields: Mapping[str, Any], result: bytes | None) -> Outcome:
-    """The outcome that `lua/_lib/settle.lua` told; result: the stored bytes, empty or None when there are
+def outcome_of(job_id: str, record: bytes, result: bytes | None) -> Outcome:
+    """The outcome that a settled job's record holds; result: the stored bytes, empty or None when there are
     none.
     """
-    retry_ms = int(fields.get("retry_ms", 0))
+    job = records.unpack_job(record)
+    total_ms = int(job["st"] - job["ct"])
+    measured_ms, started_ms = int(job["rt"]), job["rs"]
+    run_ms = measured_ms if measured_ms >= 0 else int(job["st"] - started_ms) if started_ms else 0
     return Outcome(
-        job_id=fields["id"],
-        state=fields["state"],
-        model=fields["model"],
-        version=fields["version"],
-        code=fields["code"] or None,
-        detail=fields["detail"] or None,
+        job_id=job_id,
+        state=job["s"],
+        model=job["m"],
+        version=job["ve"],
+        code=job.get("co"),
+        detail=job.get("er") or None,
         result=result or None,
-        card=fields["card"] or None,
-        wait_ms=int(fields["wait_ms"]),
-        run_ms=int(fields["run_ms"]),
-        total_ms=int(fields["total_ms"]),
-        leased_bytes=int(fields["leased"]),
-        peak_bytes=int(fields["peak"]),
-        attempts=int(fields["attempts"]),
-        data={"retry_ms": retry_ms} if retry_ms else {},
+        card=job["d"] or None,
+        wait_ms=max(0, total_ms - run_ms),
+        run_ms=run_ms,
+        total_ms=total_ms,
+        leased_bytes=int(job["lb"]),
+        peak_bytes=int(job["pk"]),
+        attempts=int(job["a"]),
+        data={"retry_ms": int(job["ra"])} if "ra" in job else {},
     )
 
 
-def _number(job: Mapping[str, str], field: str) -> int | None:
-    return int(float(job[field])) if field in job else None
-
-
-def _view(told: Mapping[str, Any], now_ms: int) -> JobView:
-    job = told["job"]
+def _view(told: Mapping[str, Any], record: bytes, now_ms: int) -> JobView:
+    job = records.unpack_job(record)
+    named = [field[:2] for field in job if len(field) > 2]
     return JobView(
         id=told["id"],
         model=job["c"],
-        version=job.get("ve"),
+        version=job["ve"] or None,
         state=job["s"],
         tenant=job["t"],
-        has_key="k" in job,
+        has_key=bool(job["k"]),
         priority=int(job["p"]),
-        attempt=int(job.get("a", 0)),
-        clients=int(told["clients"]),
-        card=job.get("d"),
-        lease_id=job.get("l"),
+        attempt=int(job["a"]),
+        clients=named.count("c:") + bool(job["w"]),
+        card=job["d"] or None,
+        lease_id=job["l"] or None,
         lease_bytes=int(job["n"]),
-        units=float(job["u"]),
-        peak_bytes=int(job.get("pk", 0)),
+        units=job["u"],
+        peak_bytes=int(job["pk"]),
         position=int(told["position"]),
         eta_ms=int(told["eta_ms"]) if "eta_ms" in told else None,
         why=told.get("why"),
         created_ms=int(job["ct"]),
         wait_started_ms=int(job["ws"]),
-        granted_ms=_number(job, "gr"),
-        started_ms=_number(job, "rs"),
-        settled_ms=_number(job, "st"),
+        granted_ms=int(job["gr"]) or None,
+        started_ms=int(job["rs"]) or None,
+        settled_ms=int(job["st"]) or None,
         deadline_ms=int(told["deadline"]) if "deadline" in told else None,
         now_ms=now_ms,
         crashes=int(job.get("cr", 0)),
         losses=int(job.get("ls", 0)),
         code=job.get("co"),
         detail=job.get("er"),
-        has_result="rb" in job and "rx" not in job,
-        events=bool(told["events"]),
+        has_result=job["s"] == "succeeded" and "rx" not in job,
+        events="e:" in named,
     )
 
 
@@ -109,7 +110,7 @@ async def view(
         job_id,
         {"tenant": tenant, "worker": worker, "watcher": client, "events": True if events else None},
     )
-    return _view(reply.fields, reply.now_ms)
+    return _view(reply.fields, reply.blobs[0], reply.now_ms)
 
 
 async def unwatch(store: Store, job_id: str, *, client: str) -> None:
@@ -122,8 +123,8 @@ async def outcome(store: Store, job_id: str, *, tenant: str | None = None) -> Ou
     stored.
     """
     reply = await _ask(store, job_id, {"tenant": tenant, "result": True})
-    told = reply.fields.get("outcome")
-    return outcome_of(told, reply.blobs[0]) if told else None
+    record, result = reply.blobs
+    return outcome_of(job_id, record, result) if records.unpack_job(record)["s"] in SETTLED else None
 
 
 async def list_jobs(
@@ -158,7 +159,8 @@ async def list_jobs(
     )
     fields = reply.fields
     following = f"{int(fields['next_ms'])}-{fields['next_id']}" if fields.get("next_id") else None
-    return Page(tuple(_view(told, reply.now_ms) for told in fields["jobs"] or ()), following)
+    found = zip(fields["jobs"] or (), reply.blobs, strict=True)
+    return Page(tuple(_view(told, record, reply.now_ms) for told, record in found), following)
 
 
 async def payload(store: Store, job_id: str) -> bytes | None:

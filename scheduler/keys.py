@@ -2,15 +2,15 @@
 
 Everything lives under one hash tag, so that a pool is one cluster slot:
 
-vg:{pool}:meta          hash    time, incarnation, stamps, sum of results, audit    owner: the pool
+vg:{pool}:meta          hash    clock, incarnation, stamps, sum of results, audit   owner: the pool
 vg:{pool}:stats         hash    counters since the pool began                      owner: the pool
 vg:{pool}:limits        hash    waiting jobs and payload bytes by pool, model, tenant owner: the live jobs
 vg:{pool}:rate          hash    measured grants per class                          owner: the models
 vg:{pool}:sessions      zset    c:<card> | g:<worker> -> end of its session        owner: the sessions
 vg:{pool}:cards         zset    card -> last seen                                  a while (known_ttl_s)
-vg:{pool}:card:<card>   hash    state, sample, sums (lease.lua), models (agent.lua) owner: cards
+vg:{pool}:card:<card>   hash    r: state, sample, sums (lease.lua); models (agent.lua) owner: cards
 vg:{pool}:host:<card>   string  what it hosts, msgpack                             owner: cards
-vg:{pool}:leases:<card> hash    lease id -> record, msgpack                        owner: cards
+vg:{pool}:leases:<card> hash    lease id -> record, packed (lease.lua)             owner: cards
 vg:{pool}:ready:<card>  list    jobs leased and not handed out                     owner: cards
 vg:{pool}:wake:<card>   list    a hint that there is work                          TTL
 vg:{pool}:models        zset    model -> last seen                                 a while (known_ttl_s)
@@ -19,7 +19,7 @@ vg:{pool}:on:<class>    set     the cards that know a class                     
 vg:{pool}:classes       set     classes with waiters                               owner: the waiters
 vg:{pool}:q:<class>     zset    waiting jobs by effective time                     owner: the waiters
 vg:{pool}:jobs          zset    every job by creation                              owner: the jobs
-vg:{pool}:job:<id>      hash    the record (job.lua)                               live, then TTL
+vg:{pool}:job:<id>      string  the record, packed (job.lua, records.py)           live, then TTL
 vg:{pool}:pay:<id>      string  inputs                                             live job, then gone or TTL
 vg:{pool}:res:<id>      string  result                                             TTL
 vg:{pool}:ev:<id>       stream  progress and output                                TTL

@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 from scheduler import jobs
 from scheduler.logs import log_event
 from scheduler.models import Outcome
-from scheduler.store import Store, unpack
+from scheduler.store import Store
 from vramgate import errors
 
 logger = logging.getLogger("vramgate.results")
@@ -173,17 +173,20 @@ class ResultReader:
         )
 
     def _take(self, fields: dict[bytes, bytes]) -> None:
-        job_id = fields[b"j"].decode()
-        if b"o" not in fields:
+        for name, record in fields.items():
+            if not name.startswith(b"r:"):
+                self._hear(name.decode(), record, fields.get(b"r:" + name))
+
+    def _hear(self, job_id: str, record: bytes, result: bytes | None) -> None:
+        if not record:
             self._ring(job_id)
             return
-        told = unpack(fields[b"o"])
-        result = fields.get(b"r")
-        if told["state"] == "succeeded" and result is None:
+        outcome = jobs.outcome_of(job_id, record, result)
+        if outcome.state == "succeeded" and result is None:
             task = asyncio.create_task(self._fetch(job_id), name=f"result-{job_id[:8]}")
             self._tasks = [other for other in self._tasks if not other.done()] + [task]
             return
-        self._settle(jobs.outcome_of(told, result))
+        self._settle(outcome)
 
     async def _fetch(self, job_id: str) -> None:
         try:

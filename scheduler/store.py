@@ -12,6 +12,7 @@ import asyncio
 import functools
 import logging
 import os
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -75,39 +76,46 @@ def pack(value: object) -> bytes:
     return packed
 
 
+def _packed(args: Mapping[str, Any]) -> bytes:
+    return pack({field: value for field, value in args.items() if value is not None})
+
+
 def unpack(packed: bytes) -> Any:
     """What cmsgpack or `pack` wrote; text that was cut in the middle of a character is repaired."""
     return msgpack.unpackb(packed, raw=False, unicode_errors="replace", strict_map_key=False)
 
 
-def _script_settings(settings: Settings) -> bytes:
-    """The numbers that the scripts work by, in ms and bytes."""
+def script_settings(settings: Settings) -> Mapping[str, float]:
+    """The numbers that the scripts work by, in ms and bytes, in the order in which base.lua names them."""
     clocks, limits, keep, placement = settings.clocks, settings.limits, settings.retention, settings.placement
-    return pack(
-        {
-            "session_ms": round(clocks.session_s * 1000),
-            "beat_ms": round(clocks.beat_s * 1000),
-            "abandon_grace_ms": round(clocks.abandon_grace_s * 1000),
-            "queue_jobs": limits.queue_jobs,
-            "queue_bytes": limits.queue_bytes,
-            "model_jobs": limits.model_jobs,
-            "model_bytes": limits.model_bytes,
-            "tenant_jobs": limits.tenant_jobs,
-            "tenant_bytes": limits.tenant_bytes,
-            "result_budget": limits.result_bytes,
-            "key_ttl_ms": round(keep.key_ttl_s * 1000),
-            "result_ttl_ms": round(keep.result_ttl_s * 1000),
-            "delivered_ttl_ms": round(keep.delivered_ttl_s * 1000),
-            "dead_letter_ttl_ms": round(keep.dead_letter_ttl_s * 1000),
-            "tombstone_ttl_ms": round(keep.tombstone_ttl_s * 1000),
-            "known_ttl_ms": round(keep.known_ttl_s * 1000),
-            "policy": placement.policy,
-            "boost_ms": round(placement.boost_s * 1000),
-            "max_passed": placement.max_passed,
-            "max_passing_ms": round(placement.max_passing_s * 1000),
-            "longest_run_ms": round(clocks.run_timeout_s * 1000),
-        }
-    )
+    return {
+        "session_ms": round(clocks.session_s * 1000),
+        "beat_ms": round(clocks.beat_s * 1000),
+        "abandon_grace_ms": round(clocks.abandon_grace_s * 1000),
+        "queue_jobs": limits.queue_jobs,
+        "queue_bytes": limits.queue_bytes,
+        "model_jobs": limits.model_jobs,
+        "model_bytes": limits.model_bytes,
+        "tenant_jobs": limits.tenant_jobs,
+        "tenant_bytes": limits.tenant_bytes,
+        "result_budget": limits.result_bytes,
+        "key_ttl_ms": round(keep.key_ttl_s * 1000),
+        "result_ttl_ms": round(keep.result_ttl_s * 1000),
+        "delivered_ttl_ms": round(keep.delivered_ttl_s * 1000),
+        "dead_letter_ttl_ms": round(keep.dead_letter_ttl_s * 1000),
+        "tombstone_ttl_ms": round(keep.tombstone_ttl_s * 1000),
+        "known_ttl_ms": round(keep.known_ttl_s * 1000),
+        "packs": int(placement.policy == "pack"),
+        "boost_ms": round(placement.boost_s * 1000),
+        "max_passed": placement.max_passed,
+        "max_passing_ms": round(placement.max_passing_s * 1000),
+        "longest_run_ms": round(clocks.run_timeout_s * 1000),
+    }
+
+
+def _packed_settings(settings: Settings) -> bytes:
+    numbers = script_settings(settings).values()
+    return struct.pack(f"<{len(numbers)}d", *numbers)
 
 
 class Store:
@@ -126,7 +134,7 @@ class Store:
             retries: Retry(ExponentialWithJitterBackoff(cap=0.4, base=0.05), retries, _UNAVAILABLE)
             for retries in (0, RETRIES)
         }
-        self._script_settings = _script_settings(settings)
+        self._script_settings = _packed_settings(settings)
         self._run_id: str | None = None
         self._recovering = asyncio.Lock()
         self._loading = asyncio.Lock()
@@ -276,14 +284,15 @@ class Store:
     async def run(
         self,
         name: str,
-        args: Mapping[str, Any],
+        args: Mapping[str, Any] | bytes,
         *,
         keys: Sequence[str] = (),
         blobs: Sequence[bytes] = (),
         is_idempotent: bool = True,
     ) -> Reply:
-        """Run lua/<name>.lua. args: no None inside lists. Raises errors.StoreUnavailable, errors.Internal for
-        a script's own fault.
+        """Run lua/<name>.lua. args: no None inside lists; bytes are packed already.
+
+        Raises errors.StoreUnavailable, errors.Internal for a script's own fault.
         """
         if not self._is_checked:
             await self.check()
@@ -320,13 +329,13 @@ class Store:
             log_event(logger, "audit_failed", level=logging.ERROR, error=str(error))
 
     async def _call(
-        self, name: str, args: Mapping[str, Any], keys: Sequence[str], blobs: Sequence[bytes]
+        self, name: str, args: Mapping[str, Any] | bytes, keys: Sequence[str], blobs: Sequence[bytes]
     ) -> Reply:
         script = scripts.load(name)
         all_keys = (self.keys.meta, *keys)
         lease_ids = os.urandom(16 * LEASE_IDS).hex() if script.needs_lease_ids else ""
-        given = {field: value for field, value in args.items() if value is not None}
-        argv: tuple[bytes | str, ...] = (*all_keys, pack(given), self._script_settings, lease_ids, *blobs)
+        given = args if isinstance(args, bytes) else _packed(args)
+        argv: tuple[bytes | str, ...] = (*all_keys, given, self._script_settings, lease_ids, *blobs)
         for _ in range(FLUSHES):
             loads = self._loads
             try:

@@ -99,30 +99,32 @@ def next_state(event: str, state: str) -> str | None:
 
 
 def render_lua() -> str:
-    """The text of lua/_lib/transitions.lua. Rows are strings: every call of a script builds them anew."""
+    """The text of lua/_lib/transitions.lua: a member for each row, since a call uses few of them."""
     lines = [
         "-- transitions: rendered from scheduler/transitions.py by `python -m scheduler.transitions`.",
-        "-- Do not edit. event = 'from ...|to|code|pinned|counts'",
-        "local TRANSITIONS = {",
+        "-- Do not edit.",
+        "local transitions = {}",
+        "",
     ]
     for row in TRANSITIONS:
-        pinned = "pinned" if row.pinned else ""
-        lines.append(
-            f"  {row.event} = ' {' '.join(row.sources)} |{row.target}|{row.code}|{pinned}|{row.counts}',"
-        )
+        lines += [
+            f"transitions.{row.event} = {{",
+            f"  from = '{' '.join(row.sources)}', to = '{row.target}', code = '{row.code}', "
+            f"pinned = {str(row.pinned).lower()}, counts = '{row.counts}',",
+            "}",
+        ]
     codes = sorted({row.code for row in TRANSITIONS if row.pinned and row.code})
     return "\n".join(
         [
             *lines,
-            "}",
-            f"local PINNED = {{ {', '.join(f'{code} = true' for code in codes)} }}",
+            "",
+            f"transitions.PINNED = {{ {', '.join(f'{code} = true' for code in codes)} }}",
             "",
             "-- The row of an event in a state, nil where there is none.",
-            "local function transition(event, state)",
-            "  local from, to, code, pinned, counts =",
-            "    string.match(TRANSITIONS[event] or '', '^(.*)|(.*)|(.*)|(.*)|(.*)$')",
-            "  if not from or not string.find(from, ' ' .. state .. ' ', 1, true) then return nil end",
-            "  return { to = to, code = code, pinned = pinned ~= '', counts = counts }",
+            "function transitions.row(event, state)",
+            "  local row = transitions[event]",
+            "  if row and string.find(row.from, state, 1, true) then return row end",
+            "  return nil",
             "end",
             "",
         ]

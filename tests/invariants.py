@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
-
-import msgpack
 
 from scheduler import inventory
 from scheduler.store import Store
+from tests import packed
 
 WITHOUT_TTL = {
     "meta",
@@ -32,7 +32,7 @@ WITHOUT_TTL = {
     "letters",
     "expiry",
 }
-LIVE = {b"queued", b"leased", b"running"}
+LIVE = {"queued", "leased", "running"}
 
 
 async def check_pool(store: Store) -> None:
@@ -50,10 +50,12 @@ async def check_sums(store: Store) -> None:
     redis: Any = store.redis
     for raw in await redis.zrange(store.keys.name("cards"), 0, -1):
         card = raw.decode()
-        records = [msgpack.unpackb(value) for value in await redis.hvals(store.keys.name("leases", card))]
-        held = await redis.hmget(store.keys.card(card), "jb", "nj")
-        assert int(held[0] or 0) == sum(record[0] for record in records), f"card {card}: leased bytes drift"
-        assert int(held[1] or 0) == len(records), f"card {card}: number of leases drifts"
+        values = await redis.hvals(store.keys.name("leases", card))
+        records = [packed.unpack("lease", "RECORD", value)[0] for value in values]
+        stored = await redis.hget(store.keys.card(card), "r")
+        held, _ = packed.unpack("lease", "CARD", stored)
+        assert held["jb"] == sum(record["bytes"] for record in records), f"card {card}: leased bytes drift"
+        assert held["nj"] == len(records), f"card {card}: number of leases drifts"
     drift = await inventory.audit(store)
     assert not any(drift.values()), f"audit found drift {drift}"
 
@@ -68,8 +70,9 @@ async def check_owners(store: Store) -> None:
     names = [name.decode() async for name in redis.scan_iter(match=pattern, count=1000)]
     kinds = [(name, *name.removeprefix(prefix).split(":", 1)) for name in names]
     recorded = [name for name, kind, *_ in kinds if kind == "job"]
-    jobs = dict(zip(recorded, await _each(redis, "hgetall", recorded), strict=True))
-    live = {name.removeprefix(prefix + "job:"): job for name, job in jobs.items() if job.get(b"s") in LIVE}
+    stored = await _each(redis, "get", recorded)
+    jobs = {name: packed.unpack_job(value) for name, value in zip(recorded, stored, strict=True) if value}
+    live = {name.removeprefix(prefix + "job:"): job for name, job in jobs.items() if job["s"] in LIVE}
     bounded = [
         name
         for name, kind, *rest in kinds
@@ -83,10 +86,10 @@ async def check_owners(store: Store) -> None:
             assert members & live.keys(), f"{name} has no owner"
     await _check_places(store, kinds, live)
     limits = await redis.hgetall(store.keys.name("limits"))
-    waiting = sum(job[b"s"] == b"queued" for job in live.values())
-    payload = sum(int(job.get(b"pb", 0)) for job in live.values())
-    assert int(limits.get(b"w", 0)) == waiting, f"{waiting} jobs wait, the counter says {limits.get(b'w')}"
-    assert int(limits.get(b"b", 0)) == payload, f"payloads: {payload} bytes, counted {limits.get(b'b')}"
+    waiting = sum(job["s"] == "queued" for job in live.values())
+    payload = sum(job["pb"] for job in live.values())
+    counted = struct.unpack("<dd", limits.get(b"p", bytes(16)))
+    assert counted == (waiting, payload), f"waiting jobs and bytes: {(waiting, payload)}, counted {counted}"
     scheduled = {member.decode() for member in await redis.zrange(store.keys.name("deadlines"), 0, -1)}
     assert scheduled == live.keys(), f"deadlines and live jobs differ by {scheduled ^ live.keys()}"
 
@@ -98,7 +101,8 @@ async def check_versions(store: Store) -> None:
     for raw in await redis.zrange(store.keys.name("cards"), 0, -1):
         card = raw.decode()
         fields = await redis.hgetall(store.keys.card(card))
-        classes = fields.get(b"cl", b"").decode().split()
+        held, _ = packed.unpack("lease", "CARD", fields[b"r"])
+        classes = held["cl"].split()
         for field in (name.decode() for name in fields if name.startswith(b"d:")):
             name = field.removeprefix("d:")
             assert f"m:{name}".encode() not in fields, (
@@ -111,7 +115,7 @@ async def check_versions(store: Store) -> None:
             )
             model, _, version = name.partition("@")
             contract = fields.get(f"s:{model}".encode())
-            if version and contract is not None and fields.get(b"sid"):
+            if version and contract is not None and held["sid"]:
                 assert agreed.setdefault(name, contract) == contract, f"living cards differ on {name}"
 
 
@@ -125,9 +129,7 @@ async def _each(redis: Any, command: str, names: list[str]) -> list[Any]:
     return answers
 
 
-async def _check_places(
-    store: Store, kinds: list[tuple[str, ...]], live: dict[str, dict[bytes, bytes]]
-) -> None:
+async def _check_places(store: Store, kinds: list[tuple[str, ...]], live: dict[str, dict[str, Any]]) -> None:
     """A queued job stands in the queue of its class and nowhere else; one on a card has its lease there."""
     redis: Any = store.redis
     standing: dict[str, str] = {}
@@ -137,13 +139,9 @@ async def _check_places(
             standing |= {member.decode(): rest[0] for member in await redis.zrange(name, 0, -1)}
         elif kind == "leases":
             leases[rest[0]] = {lease_id.decode() for lease_id in await redis.hkeys(name)}
-    expected = {
-        job_id: job[b"c"].decode()
-        for job_id, job in live.items()
-        if job[b"s"] == b"queued" and b"bl" not in job
-    }
+    expected = {job_id: job["c"] for job_id, job in live.items() if job["s"] == "queued" and "bl" not in job}
     assert standing == expected, f"queues and queued jobs differ by {standing.items() ^ expected.items()}"
     for job_id, job in live.items():
-        if job[b"s"] != b"queued":
-            card, lease_id = job[b"d"].decode(), job[b"l"].decode()
+        if job["s"] != "queued":
+            card, lease_id = job["d"], job["l"]
             assert lease_id in leases.get(card, ()), f"job {job_id} has no lease {lease_id} on card {card}"

@@ -6,28 +6,28 @@ local INLINE_INPUTS = 65536
 -- The fence of every agent call: this session holds the card.
 function agent.holds_card(k) return k.sid ~= '' and k.sid == A.session end
 
-function agent.renew(k) redis.call('ZADD', key('sessions'), int(NOW + CFG.session_ms), 'c:' .. k.id) end
+function agent.renew(k) redis.call('ZADD', key('sessions'), int(NOW + SESSION_MS), 'c:' .. k.id) end
 
 -- Who else lives and publishes another contract under this name and version; nil where nobody does. All in the set of a version
 -- that live agree, so the first of them speaks for all; one whose session has ended is compared anew when it registers.
-local function holder(k, m)
+function agent.holder(k, m)
   if m.contract == '' then return nil end
   local others = redis.call('SMEMBERS', key('on', m.name .. '@' .. m.version))
   table.sort(others)
   for _, id in ipairs(others) do
-    local v = redis.call('HMGET', key('card', id), 'sid', 's:' .. m.name, 'nm')
-    if id ~= k.id and v[1] and v[1] ~= '' and v[2] then
-      if v[2] == m.contract then return nil end
-      return v[3] or id, v[2]
+    local v = redis.call('HMGET', key('card', id), 's:' .. m.name, 'nm')
+    if id ~= k.id and lease.card(id).sid ~= '' and v[1] then
+      if v[1] == m.contract then return nil end
+      return v[2] or id, v[1]
     end
   end
 end
 
 -- The models whose version is in dispute, each with the reason that people are told.
-local function disputes(k, models)
+function agent.disputes(k, models)
   local disputed = {}
   for _, m in ipairs(models) do
-    local other, theirs = holder(k, m)
+    local other, theirs = agent.holder(k, m)
     if other then
       local is_same_schema = string.match(theirs, '^%S*') == string.match(m.contract, '^%S*')
       disputed[m.name] = m.name .. '@' .. m.version .. ': ' .. (is_same_schema and 'other units are' or 'another input schema is')
@@ -38,7 +38,7 @@ local function disputes(k, models)
 end
 
 -- Has anything changed since this card published last? An agent repeats itself while a version of its is in dispute.
-local function is_news(k, hosted, disputed)
+function agent.is_news(k, hosted, disputed)
   if redis.call('GET', key('host', k.id)) ~= hosted.packed then return true end
   for _, m in ipairs(hosted.models) do
     if (redis.call('HGET', key('card', k.id), 'd:' .. m.name) or nil) ~= disputed[m.name] then return true end
@@ -47,7 +47,7 @@ local function is_news(k, hosted, disputed)
 end
 
 -- Makes one model known, and this card a place for it.
-local function host(k, m)
+function agent.host(k, m)
   redis.call('ZADD', key('models'), int(NOW), m.name)
   -- A model that was never loaded here says nothing of its inputs: what is known of its version stands.
   redis.call(m.contract == '' and 'HSETNX' or 'HSET', key('model', m.name), m.version, m.descriptor)
@@ -73,8 +73,8 @@ end
 -- another living card publishes with another contract is not among it; returns these, with the reason.
 -- Fields of card:<id>: m:<model> slots where it is ready, v: its version, s: its contract, d: why its version is in dispute.
 function agent.publish(k, hosted)
-  local disputed = disputes(k, hosted.models)
-  if is_news(k, hosted, disputed) then redis.call('HINCRBY', META, 'stamp', 1) end
+  local disputed = agent.disputes(k, hosted.models)
+  if agent.is_news(k, hosted, disputed) then redis.call('HINCRBY', META, 'stamp', 1) end
   for class in string.gmatch(k.cl, '%S+') do redis.call('SREM', key('on', class), k.id) end
   for _, field in ipairs(redis.call('HKEYS', key('card', k.id))) do
     if string.find(field, '^[mvsd]:') then redis.call('HDEL', key('card', k.id), field) end
@@ -85,15 +85,15 @@ function agent.publish(k, hosted)
       redis.call('HSET', key('card', k.id), 'd:' .. m.name, disputed[m.name])
     else
       local n = #classes
-      classes[n + 1], classes[n + 2] = host(k, m)
+      classes[n + 1], classes[n + 2] = agent.host(k, m)
     end
   end
   k.cl, k.re, k.sl = table.concat(classes, ' '), hosted.resident, hosted.slots
   lease.republished(k)
-  redis.call('HSET', key('card', k.id), 'cl', k.cl, 're', int(k.re), 'sl', int(k.sl))
   redis.call('SET', key('host', k.id), hosted.packed)
-  if k.hj ~= '' and disputed[redis.call('HGET', key('job', k.hj), 'm')] then
-    redis.call('HDEL', key('job', k.hj), 'rv')
+  local head = k.hj ~= '' and job.load(k.hj)
+  if head and disputed[head.m] then
+    job.set(k.hj, head, 'rv', nil)
     lease.clear_head(k)
   end
   return disputed
@@ -108,13 +108,13 @@ end
 
 -- Leases whose work is off the card, by the word of its agent.
 function agent.drop_leases(k)
-  local all = redis.call('HGETALL', key('leases', k.id))
+  local all = lease.all(k)
   for i = 1, #all, 2 do
-    local record = cmsgpack.unpack(all[i + 1])
+    local record = all[i + 1]
     lease.release(k, all[i], record)
-    local j = job.load(record[lease.JOB])
+    local j = job.load(record.job)
     if j and j.l == all[i] then
-      local next_id, n = settle.lease_ended(record[lease.JOB], j)
+      local next_id, n = settle.lease_ended(record.job, j)
       if next_id then place.requeued(next_id, n) end
     end
   end
@@ -124,16 +124,16 @@ end
 function agent.starts(k, starts)
   for _, start in ipairs(starts or {}) do
     local record = lease.get(k.id, start.lease)
-    if record and record[lease.JOB] == start.job and record[lease.STARTED] == 0 then
-      record[lease.STARTED] = 1
+    if record and record.job == start.job and record.started == 0 then
+      record.started = 1
       lease.put(k.id, start.lease, record)
       local j = job.load(start.job)
-      local began = int(math.max(NOW - math.max(start.age, 0), record[lease.GRANTED]))
-      if j and j.l == start.lease and job.set_state(start.job, j, 'start', 'rs', began) then
+      if j and j.l == start.lease and job.set_state(start.job, j, 'start') then
+        j.rs = math.max(NOW - math.max(start.age, 0), record.granted)
         job.schedule(start.job, j)
-        job.tell(start.job, j, true, 'n', 'running')
-        count('runs')
-        if num(j.a) > 1 then count('runs_again') end
+        job.tell(start.job, j, true)
+        pool.count('runs')
+        if j.a > 1 then pool.count('runs_again') end
       end
     end
   end
@@ -150,7 +150,7 @@ function agent.sample(k, s)
   if s.by_lease then
     for id, used in pairs(s.by_lease) do
       local record = lease.get(k.id, id)
-      if record then seen = seen + math.min(record[lease.BYTES], used) end
+      if record then seen = seen + math.min(record.bytes, used) end
     end
     foreign = math.max(0, s.used - s.own - seen)
   else
@@ -160,19 +160,19 @@ function agent.sample(k, s)
   end
   local overrun = math.max(0, s.allocated - k.re - k.jb)
   k.sm, k.to, k.dr, k.cx, k.fo, k.ov = s.read, s.total, s.driver, s.context, foreign, overrun
-  redis.call('HSET', key('card', k.id), 'sm', int(s.read), 'to', int(s.total), 'dr', int(s.driver), 'cx', int(s.context),
-    'fo', int(foreign), 'ov', int(overrun), 'us', int(s.used), 'ow', int(s.own), 'al', int(s.allocated), 'rv', int(s.reserved))
+  k.us, k.ow, k.al, k.rv = s.used, s.own, s.allocated, s.reserved
+  lease.save(k)
 end
 
 -- Puts a job back into the queue at its old place; its wait clock starts anew.
 function agent.requeue(id, j, event)
-  if not job.set_state(id, j, event, 'ws', int(NOW)) then return false end
-  count('requeued.' .. event)
-  job.unset(id, j, 'd', 'l', 'gr', 'rs')
+  if not job.set_state(id, j, event) then return false end
+  pool.count('requeued.' .. event)
+  j.ws, j.d, j.l, j.gr, j.rs = NOW, '', '', 0, 0
   job.enqueue(id, j)
   job.schedule(id, j)
   redis.call('DEL', key('ev', id))
-  job.tell(id, j, true, 'n', 'reset')
+  job.tell(id, j, true)
   return true
 end
 
@@ -180,40 +180,52 @@ end
 function agent.requeue_suspect(id, j, event, was_alone)
   if event == 'oom' then
     if j.oo then return settle.job(id, j, 'oom_again', { detail = 'job ' .. id .. ': out of memory, also alone on the card' }) end
-    job.set(id, j, 'oo', '1', 'al', '1')
+    job.set(id, j, 'oo', 1)
+    job.set(id, j, 'al', 1)
   elseif event == 'crash' then
-    local crashes = num(j.cr) + (was_alone and 1 or 0)
-    job.set(id, j, 'cr', int(crashes), 'al', '1')
+    local crashes = (j.cr or 0) + (was_alone and 1 or 0)
+    job.set(id, j, 'cr', crashes)
+    job.set(id, j, 'al', 1)
     if crashes >= 2 then
       return settle.job(id, j, 'crashed_alone', { detail = 'job ' .. id .. ': its process died twice while it ran alone' })
     end
   elseif event == 'agent_lost' then
-    local losses = num(j.ls) + 1
-    job.set(id, j, 'ls', int(losses))
+    local losses = (j.ls or 0) + 1
+    job.set(id, j, 'ls', losses)
     if losses > 3 then
       return settle.job(id, j, 'lost_for_good', { detail = 'job ' .. id .. ': its agents were lost ' .. int(losses) .. ' times' })
     end
-    if losses == 3 then job.set(id, j, 'al', '1') end
+    if losses == 3 then job.set(id, j, 'al', 1) end
   end
   return agent.requeue(id, j, event)
 end
 
-local FAILURES = {
+agent.FAILURES = {
   model_error = true, rejected_by_model = true, non_finite = true, output_too_large = true, run_timeout = true, internal = true,
 }
 
 -- Jobs that reports brought back into the queue; placed when the sample that came with the reports is known.
-local came_back = {}
+agent.came_back = {}
 
 function agent.place_back()
-  for _, back in ipairs(came_back) do
+  for _, back in ipairs(agent.came_back) do
     if back.card ~= '' then
       place.pump(back.card)
-      wake(back.card)
+      pool.wake(back.card)
     end
-    if redis.call('HGET', key('job', back.id), 's') == 'queued' then place.requeued(back.id, back.j) end
+    if back.j.s == 'queued' then place.requeued(back.id, back.j) end
   end
-  came_back = {}
+  agent.came_back = {}
+end
+
+-- Leases and records of all reports, read together.
+function agent.load_reported(k, reports)
+  local leases, ids = {}, {}
+  for i, r in ipairs(reports) do
+    leases[i], ids[i] = r.lease, r.job
+  end
+  lease.load_all(k, leases)
+  job.load_all(ids)
 end
 
 -- Takes one report under the fence of its lease id. Returns ok, settled (the callers had their answer) or stale.
@@ -222,13 +234,13 @@ function agent.report(k, r)
   local stored = r.result_bytes and key('up', r.lease)
   local record = lease.get(k.id, r.lease)
   local id = r.job
-  local j = record and record[lease.JOB] == id and job.load(id)
-  if record and record[lease.JOB] == id then lease.release(k, r.lease, record) end
+  local j = record and record.job == id and job.load(id)
+  if record and record.job == id then lease.release(k, r.lease, record) end
   if not j or j.l ~= r.lease or not job.is_live(j) then
     if stored then redis.call('DEL', stored) end
     if not j or j.l ~= r.lease then return 'stale' end
     local next_id, n = settle.lease_ended(id, j)
-    if next_id then came_back[#came_back + 1] = { id = next_id, j = n, card = '' } end
+    if next_id then agent.came_back[#agent.came_back + 1] = { id = next_id, j = n, card = '' } end
     return 'settled'
   end
   local extra = { peak = num(r.peak), run_ms = num(r.run_ms), detail = tostring(r.detail or '') }
@@ -244,7 +256,7 @@ function agent.report(k, r)
       agent.requeue(id, j, 'unheld')
     end
   elseif r.kind == 'failed' then
-    local event = FAILURES[r.code] and r.code or 'internal'
+    local event = agent.FAILURES[r.code] and r.code or 'internal'
     settle.job(id, j, event == 'internal' and 'failed_inside' or event, extra)
   elseif r.kind == 'oom' then
     agent.requeue_suspect(id, j, 'oom')
@@ -255,22 +267,22 @@ function agent.report(k, r)
   else
     agent.requeue(id, j, 'give_back')
   end
-  if job.is_live(j) then came_back[#came_back + 1] = { id = id, j = j, card = record[lease.RECALL] } end
+  if job.is_live(j) then agent.came_back[#agent.came_back + 1] = { id = id, j = j, card = record.recall } end
   return 'ok'
 end
 
 -- An idle card takes over what is leased elsewhere and not handed out, and asks for what was handed out and has not started.
 function agent.take_over(k)
-  if not has_lease_id() then return end
+  if not pool.has_lease_id() then return end
   for class in string.gmatch(k.cl, '%S+') do
     for _, other in ipairs(redis.call('SMEMBERS', key('on', class))) do
       if other ~= k.id then
         local o = lease.card(other)
-        local id = o.nj > 1 and redis.call('LINDEX', key('ready', other), -1)
+        local id = o.nj > 1 and redis.call('LINDEX', place.ready(o), -1)
         local j = id and job.load(id)
         if j and j.s == 'leased' and lease.model(k, j.m).slots > 0 and (j.c == class) then
           local record = lease.get(other, j.l)
-          if record and record[lease.HANDED] == 0 and not lease.obstacle(k, id, j) then
+          if record and record.handed == 0 and not lease.obstacle(k, id, j) then
             redis.call('RPOP', key('ready', other))
             lease.release(o, j.l, record)
             return place.grant(k, id, j, 'takeover')
@@ -285,104 +297,128 @@ end
 
 -- One at a time: a card that asks again while its wish is under way would drain the other.
 function agent.recall(k, o, class)
-  local all = redis.call('HGETALL', key('leases', o.id))
+  local all = lease.all(o)
   local chosen, chosen_lease
   for i = 1, #all, 2 do
-    local record = cmsgpack.unpack(all[i + 1])
-    if record[lease.HANDED] > 0 and record[lease.STARTED] == 0 and record[lease.ENDING] == 0 then
-      if record[lease.RECALL] == k.id then return end
-      local id = record[lease.JOB]
-      local j = not chosen and record[lease.RECALL] == '' and job.load(id)
+    local record = all[i + 1]
+    if record.handed > 0 and record.started == 0 and record.ending == 0 then
+      if record.recall == k.id then return end
+      local id = record.job
+      local j = not chosen and record.recall == '' and job.load(id)
       if j and j.c == class and j.l == all[i] and not lease.obstacle(k, id, j) then chosen, chosen_lease = record, all[i] end
     end
   end
   if chosen then
-    chosen[lease.RECALL] = k.id
+    chosen.recall = k.id
     lease.put(o.id, chosen_lease, chosen)
-    wake(o.id)
+    pool.wake(o.id)
   end
 end
 
--- Describes one handed-out job. Events are wanted by listeners, and of an asynchronous job by those who come later.
--- Inputs up to 64 KiB per call travel inline, as further strings of the reply.
-local function describe(id, j, blobs)
-  local d = {
-    job = id, lease = j.l, bytes = num(j.lb), model = j.m, version = j.ve or '', units = num(j.u), attempt = num(j.a), alone = j.al and 1 or 0,
-    run_ms = num(j.rl), left_ms = num(j.ct) + num(j.tl) - NOW, request_id = j.rq or '', events = (j.sy == '0' or #job.watchers(j, true) > 0) and 1 or 0,
-    inputs = 0,
-  }
-  if blobs.bytes + num(j.pb) <= INLINE_INPUTS then
-    local inputs = redis.call('GET', key('pay', id))
-    if inputs then
-      blobs.bytes = blobs.bytes + #inputs
-      blobs[#blobs + 1] = inputs
-      d.inputs = #blobs
+-- The inputs of jobs that are handed out, one string for each; empty where they would be more than 64 KiB together.
+function agent.inputs(handed)
+  local bytes, names, places, inputs = 0, {}, {}, {}
+  for i, j in ipairs(handed) do
+    inputs[i] = ''
+    if bytes + j.pb <= INLINE_INPUTS then
+      bytes = bytes + j.pb
+      names[#names + 1] = key('pay', j.id)
+      places[#places + 1] = i
     end
   end
-  return d
+  local found = #names > 0 and redis.call('MGET', unpack(names)) or {}
+  for n, i in ipairs(places) do inputs[i] = found[n] or '' end
+  return inputs
+end
+
+-- A reply that hands out jobs: their ids, and for each its record and its inputs as further strings.
+function agent.answer(handed, verdicts, more)
+  local ids, blobs, inputs = {}, {}, agent.inputs(handed)
+  for i, j in ipairs(handed) do
+    ids[i] = j.id
+    blobs[2 * i - 1], blobs[2 * i] = job.pack(j), inputs[i]
+  end
+  return reply('ok', { jobs = ids, verdicts = verdicts, more = more }, unpack(blobs))
+end
+
+-- Takes up to `want` jobs off the list of a card: what was granted before, then what this call has granted.
+function agent.take(k, want)
+  local ids = redis.call('LPOP', key('ready', k.id), want) or {}
+  while #ids < want and k.fresh[1] do ids[#ids + 1] = table.remove(k.fresh, 1) end
+  job.load_all(ids)
+  local leases = {}
+  for i, id in ipairs(ids) do
+    local j = job.load(id)
+    leases[i] = j and j.l or ''
+  end
+  lease.load_all(k, leases)
+  return ids
 end
 
 -- Hands out up to `want` leased jobs and remembers them under this sequence number.
 function agent.hand_out(k, want, verdicts, more)
-  local handed, blobs, answer = {}, { bytes = 0 }, {}
+  local handed, answer = {}, {}
   if k.ag ~= 'draining' then
     want = math.min(want, MOVE_LIMIT)
     if want > 0 and k.nj == 0 and lease.is_open(k) then agent.take_over(k) end
     while #handed < want do
-      local id = redis.call('LPOP', key('ready', k.id))
-      if not id then break end
-      local j = job.load(id)
-      local record = j and j.s == 'leased' and j.d == k.id and lease.get(k.id, j.l)
-      if record and record[lease.HANDED] == 0 then
-        record[lease.HANDED] = A.seq
-        lease.put(k.id, j.l, record)
-        job.set(id, j, 'a', int(num(j.a) + 1), 've', lease.version(k, j.m))
-        handed[#handed + 1] = describe(id, j, blobs)
-        answer[#answer + 1] = { id, j.l }
-      end
+      local ids = agent.take(k, want - #handed)
+      if #ids == 0 then break end
+      for _, id in ipairs(ids) do agent.hand(k, id, handed, answer) end
     end
   end
-  if redis.call('EXISTS', key('ready', k.id)) == 1 and #handed == MOVE_LIMIT then more = true end
-  redis.call('HSET', key('card', k.id), 'sq', int(A.seq), 'an', cmsgpack.pack({ verdicts = verdicts, jobs = answer, more = more and 1 or 0 }))
-  blobs.bytes = nil
-  return reply('ok', { jobs = handed, verdicts = verdicts, more = more and 1 or 0 }, unpack(blobs))
+  if #handed == MOVE_LIMIT and redis.call('EXISTS', place.ready(k)) == 1 then more = true end
+  more = more and 1 or 0
+  k.sq, k.answer = A.seq, cmsgpack.pack({ verdicts = verdicts, jobs = answer, more = more })
+  lease.save(k)
+  return agent.answer(handed, verdicts, more)
+end
+
+function agent.hand(k, id, handed, answer)
+  local j = job.load(id)
+  local record = j and j.s == 'leased' and j.d == k.id and lease.get(k.id, j.l)
+  if not record or record.handed ~= 0 then return end
+  record.handed = A.seq
+  lease.put(k.id, j.l, record)
+  j.a, j.ve = j.a + 1, lease.model(k, j.m).version
+  job.save(id, j)
+  handed[#handed + 1] = j
+  answer[#answer + 1] = id
+  answer[#answer + 1] = j.l
 end
 
 -- The same number gets the same answer; a lower one is stale. Returns a reply, or nil when the call is new.
 function agent.repeated(k)
-  local last = num(redis.call('HGET', key('card', k.id), 'sq'))
-  if A.seq > last then return nil end
-  if A.seq < last then return reply('stale_seq', { last = last }) end
+  if A.seq > k.sq then return nil end
+  if A.seq < k.sq then return reply('stale_seq', { last = k.sq }) end
   local answer = cmsgpack.unpack(redis.call('HGET', key('card', k.id), 'an'))
-  local handed, blobs = {}, { bytes = 0 }
-  for _, pair in ipairs(answer.jobs) do
-    local record = lease.get(k.id, pair[2])
-    local j = record and job.load(pair[1])
-    if j and j.l == pair[2] then handed[#handed + 1] = describe(pair[1], j, blobs) end
+  local handed = {}
+  for i = 1, #answer.jobs, 2 do
+    local j = lease.get(k.id, answer.jobs[i + 1]) and job.load(answer.jobs[i])
+    if j and j.l == answer.jobs[i + 1] then handed[#handed + 1] = j end
   end
-  blobs.bytes = nil
-  return reply('ok', { jobs = handed, verdicts = answer.verdicts, more = answer.more }, unpack(blobs))
+  return agent.answer(handed, answer.verdicts, answer.more)
 end
 
 -- Ends a live job for its callers, wherever it is. The bytes of a handed-out job stay until the agent reports its end.
 function agent.end_job(id, j, event, extra)
   local k
-  if j.s ~= 'queued' and j.d then
+  if j.s ~= 'queued' then
     k = lease.card(j.d)
     local record = lease.get(j.d, j.l)
-    if record and record[lease.HANDED] == 0 then
+    if record and record.handed == 0 then
       lease.release(k, j.l, record)
-      redis.call('LREM', key('ready', j.d), 1, id)
+      redis.call('LREM', place.ready(k), 1, id)
     elseif record then
-      record[lease.ENDING] = math.max(record[lease.ENDING], extra and extra.force and 2 or 1)
+      record.ending = math.max(record.ending, extra.force and 2 or 1)
       lease.put(j.d, j.l, record)
-      wake(j.d)
+      pool.wake(j.d)
       k = nil
     end
   end
   settle.job(id, j, event, extra)
   if k then
     place.pump(k.id)
-    wake(k.id)
+    pool.wake(k.id)
   end
 end

@@ -1,101 +1,212 @@
 -- job: the record of a job, its state, its deadlines and its place in the queue.
--- Fields of job:<id> are short so that a waiting job stays in one listpack:
---   m model (without version), c class, s state, n bytes, u units, p priority, t tenant, k digest of its key, pb payload bytes
---   a attempt, ct created, ws wait started, wl/rl/tl the three limits, sc score, sy 1 = synchronous, gw its gateway worker
---   d card, l lease, gr granted, rs run started, np times passed, rv card that is reserved for it, cr crashes, ls losses, oo OOM seen
---   al alone, ab abandoned until, bl waits for the end of its key's former run, nx the job that waits for this one's end
---   nc clients, c:<client> = worker, v:<client> = worker that watches, e:<client> = worker that watches events
---   ve version that ran it, lb leased bytes, st settled, co code, er detail, ra when to come back (ms), pk peak bytes, rt run ms
---   rb result bytes, rx result no longer stored, rq request id
-local job = {}
+-- One string: doubles, then strings that end with a zero byte, then a msgpack map of what few jobs have. The same in
+-- scheduler/records.py, held equal by tests/ledger/test_records.py.
+-- Fixed by submit:
+--   n bytes, u units, p priority, pb payload bytes, wl/rl/tl the three limits, sy 1 = synchronous
+--   m model (without version), c class, t tenant, k digest of its key, gw its gateway worker, rq request id
+--   ct created, sc score
+-- Moving (0, -1 for rt, or '' where there is none):
+--   ws wait started, a attempt, gr granted, rs run started, lb leased bytes, st settled, pk peak bytes, rt run ms, rb result bytes
+--   s state, d card, l lease, ve version that ran it, w worker of the client that submitted it and waits
+-- More, where it is so:
+--   np times passed, rv card that is reserved for it, cr crashes, ls losses, oo OOM seen, al alone, ab abandoned until
+--   bl waits for the end of its key's former run, nx the job that waits for this one's end
+--   co code, er detail, ra when to come back (ms), rx result no longer stored
+--   c:<client> = worker ('' for none), v:<client> = worker that watches, e:<client> = worker that watches events
+local job = { loaded = {}, unsaved = {}, told = {} }
 
+local FIXED = '<ddddddddssssssdd'
+local MOVING = '<dddddddddsssss'
 local STREAM_TTL_MS = 120000
 local COLON, EVENTS = 58, 101
 
 function job.load(id)
-  local flat = redis.call('HGETALL', key('job', id))
-  if #flat == 0 then return nil end
-  local j = {}
-  for i = 1, #flat, 2 do j[flat[i]] = flat[i + 1] end
+  local j = job.loaded[id]
+  if j then return j end
+  local packed = redis.call('GET', key('job', id))
+  return packed and job.unpack(id, packed) or nil
+end
+
+-- Several records by one command, in the same order, false for those that are gone.
+function job.load_all(ids)
+  local names, missing, found, loaded = {}, 0, {}, job.loaded
+  for i, id in ipairs(ids) do
+    found[i] = loaded[id] or false
+    if not found[i] then
+      missing = missing + 1
+      names[missing] = key('job', id)
+    end
+  end
+  if missing == 0 then return found end
+  local packed, at = redis.call('MGET', unpack(names)), 0
+  for i, id in ipairs(ids) do
+    if not found[i] then
+      at = at + 1
+      found[i] = packed[at] and job.unpack(id, packed[at])
+    end
+  end
+  return found
+end
+
+function job.unpack(id, packed)
+  local n, u, p, pb, wl, rl, tl, sy, m, c, t, k, gw, rq, ct, sc, moving = struct.unpack(FIXED, packed)
+  local ws, a, gr, rs, lb, st, pk, rt, rb, s, d, l, ve, w, more = struct.unpack(MOVING, packed, moving)
+  -- What scripts need of it. A table that grows later costs as much again: all that is ever set has its place.
+  local j = {
+    n = n, pb = pb, wl = wl, rl = rl, tl = tl, sy = sy, m = m, c = c, t = t, k = k, gw = gw, ct = ct, sc = sc,
+    ws = ws, a = a, gr = gr, rs = rs, lb = lb, st = st, pk = pk, rt = rt, rb = rb, s = s, d = d, l = l, ve = ve, w = w,
+    id = id, fixed = string.sub(packed, 1, moving - 1), packed = packed, more = nil, ttl_ms = nil,
+  }
+  if more <= #packed then
+    j.more = cmsgpack.unpack(string.sub(packed, more))
+    for field, value in pairs(j.more) do j[field] = value end
+  end
+  job.loaded[id] = j
   return j
 end
 
-function job.set(id, j, ...)
-  local pairs_ = { ... }
-  for i = 1, #pairs_, 2 do j[pairs_[i]] = pairs_[i + 1] end
-  redis.call('HSET', key('job', id), ...)
+function job.pack(j)
+  if j.packed then return j.packed end
+  local moving = struct.pack(MOVING, j.ws, j.a, j.gr, j.rs, j.lb, j.st, j.pk, j.rt, j.rb, j.s, j.d, j.l, j.ve, j.w)
+  j.packed = j.fixed .. moving .. (j.more and next(j.more) and cmsgpack.pack(j.more) or '')
+  return j.packed
 end
 
-function job.unset(id, j, ...)
-  for _, field in ipairs({ ... }) do j[field] = nil end
-  redis.call('HDEL', key('job', id), ...)
+-- A job that has just been submitted; clients: its part of the record, as it came.
+function job.new(id, clients, score, worker)
+  local fixed = clients .. struct.pack('<dd', NOW, score)
+  local packed = fixed .. struct.pack(MOVING, NOW, 0, 0, 0, 0, 0, 0, -1, 0, 'queued', '', '', '', worker)
+  local j = job.unpack(id, packed)
+  job.save(id, j)
+  j.packed = packed
+  return j
+end
+
+-- The record is written when the script replies; call it after the last change. Fixed fields never change.
+function job.save(id, j)
+  at_end.last = job.write
+  job.unsaved[id], j.packed = j, nil
+end
+
+-- Live records have no time to live; settled ones keep theirs.
+function job.write()
+  local live = {}
+  for id, j in pairs(job.unsaved) do
+    if job.is_live(j) then
+      live[#live + 1] = key('job', id)
+      live[#live + 1] = job.pack(j)
+    elseif j.ttl_ms then
+      redis.call('SET', key('job', id), job.pack(j), 'PX', int(j.ttl_ms))
+    else
+      redis.call('SET', key('job', id), job.pack(j), 'XX', 'KEEPTTL')
+    end
+  end
+  if #live > 0 then redis.call('MSET', unpack(live)) end
+  job.write_told()
+end
+
+function job.delete(id)
+  job.unsaved[id], job.loaded[id] = nil, nil
+  redis.call('DEL', key('job', id), key('ev', id), key('pay', id))
+end
+
+-- Sets what few jobs have; nil takes it away.
+function job.set(id, j, field, value)
+  j.more = j.more or {}
+  j[field], j.more[field] = value, value
+  job.save(id, j)
 end
 
 function job.is_live(j) return j.s == 'queued' or j.s == 'leased' or j.s == 'running' end
 
--- The only place that writes a state, and further fields with it. Returns the row, or nil where the table has none.
-function job.set_state(id, j, event, ...)
-  local row = transition(event, j.s)
-  if row then job.set(id, j, 's', row.to, ...) end
+-- The only place that writes a state. Returns the row, or nil where the table has none.
+function job.set_state(id, j, event)
+  local row = transitions.row(event, j.s)
+  if row then
+    j.s = row.to
+    job.save(id, j)
+  end
   return row
 end
 
 -- The next moment at which a clock of this job passes.
 function job.deadline(j)
-  local at = num(j.ct) + num(j.tl)
+  local at = j.ct + j.tl
   if j.s == 'running' then
-    at = math.min(at, num(j.rs) + num(j.rl))
+    at = math.min(at, j.rs + j.rl)
   else
-    at = math.min(at, num(j.ws) + num(j.wl))
+    at = math.min(at, j.ws + j.wl)
   end
-  if j.ab then at = math.min(at, num(j.ab)) end
-  return at
+  return j.ab and math.min(at, j.ab) or at
 end
 
 function job.schedule(id, j) redis.call('ZADD', key('deadlines'), int(job.deadline(j)), id) end
 
-local function tally_all(kind, j, by)
-  tally(kind, by)
-  tally(kind .. 'm:' .. j.m, by)
-  tally(kind .. 't:' .. j.t, by)
-end
-
-function job.tally_bytes(j, sign) tally_all('b', j, sign * num(j.pb)) end
-
-local function stand(id, j)
+function job.stand(id, j)
   redis.call('ZADD', key('q', j.c), j.sc, id)
   if redis.call('SADD', key('classes'), j.c) == 1 then rate.waiting_begins(j.c) end
 end
 
 -- Waiting jobs stand in one sorted set per class, scored by enqueue time less the head start of their priority.
 function job.enqueue(id, j)
-  if not j.bl then stand(id, j) end
-  tally_all('w', j, 1)
+  if not j.bl then job.stand(id, j) end
+  limits.add(j, 1, 0)
 end
 
 -- The former run under its key has ended: it may be placed now.
 function job.unblock(id, j)
-  job.unset(id, j, 'bl')
-  stand(id, j)
+  job.set(id, j, 'bl', nil)
+  job.stand(id, j)
+end
+
+function job.leave_queue(class, ids)
+  redis.call('ZREM', key('q', class), unpack(ids))
+  if redis.call('EXISTS', key('q', class)) == 0 then redis.call('SREM', key('classes'), class) end
 end
 
 function job.dequeue(id, j)
-  if not j.bl then
-    redis.call('ZREM', key('q', j.c), id)
-    if redis.call('EXISTS', key('q', j.c)) == 0 then redis.call('SREM', key('classes'), j.c) end
-  end
-  tally_all('w', j, -1)
+  if not j.bl then job.leave_queue(j.c, { id }) end
+  job.ends_waiting(id, j)
+end
+
+function job.ends_waiting(id, j)
+  limits.add(j, -1, 0)
   if j.rv then
     local k = lease.card(j.rv)
     if k.hj == id then lease.clear_head(k) end
-    job.unset(id, j, 'rv')
+    job.set(id, j, 'rv', nil)
   end
+end
+
+-- A client is named, so that it counts once whatever is repeated.
+function job.has_client(id, j, client)
+  if client == id and j.w ~= '' then return true end
+  return j['c:' .. client] ~= nil
+end
+
+function job.remove_client(id, j, client)
+  if client == id then j.w = '' end
+  job.set(id, j, 'c:' .. client, nil)
+  job.set(id, j, 'e:' .. client, nil)
+end
+
+function job.has_clients(j)
+  if j.w ~= '' then return true end
+  for field in pairs(j.more or {}) do
+    if string.sub(field, 1, 2) == 'c:' then return true end
+  end
+  return false
 end
 
 -- The workers that watch a job, each once. Events are wanted by those of e: alone.
 function job.watchers(j, events_only)
+  if not j.more then return { not events_only and j.w ~= '' and j.w or nil } end
   local seen, list = {}, {}
-  for field, worker in pairs(j) do
+  if not events_only and j.w ~= '' then
+    seen[j.w] = true
+    list[1] = j.w
+  end
+  for field, worker in pairs(j.more) do
     if #field > 2 and string.byte(field, 2) == COLON and worker ~= '' and not seen[worker] then
       if not events_only or string.byte(field) == EVENTS then
         seen[worker] = true
@@ -106,15 +217,29 @@ function job.watchers(j, events_only)
   return list
 end
 
-local prolonged = {}
-
-function job.tell(id, j, events_only, ...)
+-- What workers are told in this call: one entry of its stream for each. News is a field <job> with nothing in it; an
+-- outcome is the record, with r:<job> the result where it is small.
+function job.tell(id, j, events_only, outcome, result)
   for _, worker in ipairs(job.watchers(j, events_only)) do
-    local stream = key('st', worker)
-    redis.call('XADD', stream, 'MAXLEN', '~', 4096, '*', 'j', id, ...)
-    if not prolonged[worker] then
-      prolonged[worker] = true
-      redis.call('PEXPIRE', stream, int(STREAM_TTL_MS))
+    at_end.last = job.write
+    local entry = job.told[worker]
+    if not entry then
+      entry = {}
+      job.told[worker] = entry
     end
+    entry[#entry + 1] = id
+    entry[#entry + 1] = outcome or ''
+    if result then
+      entry[#entry + 1] = 'r:' .. id
+      entry[#entry + 1] = result
+    end
+  end
+end
+
+function job.write_told()
+  for worker, entry in pairs(job.told) do
+    local stream = key('st', worker)
+    redis.call('XADD', stream, 'MAXLEN', '~', 4096, '*', unpack(entry))
+    redis.call('PEXPIRE', stream, int(STREAM_TTL_MS))
   end
 end

@@ -1,86 +1,113 @@
 -- lease: the only code that moves bytes. A card's sums change in reserve() and release() and nowhere else but audit.
--- A lease is a field of leases:<card>; its random id is the fencing token.
--- Record: {bytes, job, granted_ms, handed_seq (0 = not handed), started, ending (0, 1 = end it, 2 = by force), model, recalled_for}
-local lease = { BYTES = 1, JOB = 2, GRANTED = 3, HANDED = 4, STARTED = 5, ENDING = 6, MODEL = 7, RECALL = 8 }
+-- A lease is a field of leases:<card>; its random id is the fencing token. Record: doubles, then strings that end with a zero
+-- byte: bytes, granted, handed (its sequence number, 0 = not handed), started, ending (0, 1 = end it, 2 = by force), job, model,
+-- recall (the card that asks for it).
+-- A card's numbers are one packed field `r` of card:<card>, the same in scheduler/records.py, held equal by a test.
+local lease = { loaded = {}, unsaved = {} }
 
-local CARD_FIELDS = {
-  'sid', 'op', 'ag', 'hr', 'sl', 'sm', 'to', 'dr', 'cx', 'fo', 'ov', 're', 'ex', 'li', 'jb', 'nj', 'fa',
-  'hj', 'hb', 'xl', 'cl', 'pk', 'sf', 'dq',
-}
+local RECORD = '<dddddsss'
+local CARD = '<dddddddddddddddddddddddssssss'
 
-local cards_loaded = {}
-
--- What may be granted on a card: 3-memory-and-agent.md. Held in locals for the rest of the script.
+-- hr headroom, sl slots, sm sample read, to total, dr driver, cx context, fo foreign, ov overrun, re resident, ex external,
+-- li lingering, jb leased to jobs, nj jobs, fa factor, hj/hb the head for which bytes accumulate, xl the job that runs alone,
+-- pk peak, sf floor for the time of samples, dq floor for the number of beats, us/ow/al/rv used, own, allocated, reserved of the
+-- sample, sq last sequence number, sid session, op operator's state, ag agent's state, cl classes. Held for the rest of the script.
 function lease.card(id)
-  local k = cards_loaded[id]
+  local k = lease.loaded[id]
   if k then return k end
-  local v = redis.call('HMGET', key('card', id), unpack(CARD_FIELDS))
-  k = { id = id, models = {}, versions = {} }
-  for i, name in ipairs(CARD_FIELDS) do k[name] = v[i] or '' end
-  for _, name in ipairs({ 'hr', 'sl', 'sm', 'to', 'dr', 'cx', 'fo', 'ov', 're', 'ex', 'li', 'jb', 'nj', 'hb', 'pk', 'sf', 'dq' }) do
-    k[name] = num(k[name])
+  local packed = redis.call('HGET', key('card', id), 'r')
+  if packed then
+    k = lease.unpack_card(packed)
+  else
+    k = {
+      hr = 0, sl = 0, sm = 0, to = 0, dr = 0, cx = 0, fo = 0, ov = 0, re = 0, ex = 0, li = 0, jb = 0, nj = 0, fa = 1000, hb = 0, pk = 0,
+      sf = 0, dq = 0, us = 0, ow = 0, al = 0, rv = 0, sq = 0, sid = '', op = '', ag = '', hj = '', xl = '', cl = '',
+    }
   end
-  k.fa = k.fa == '' and 1000 or num(k.fa)
-  cards_loaded[id] = k
+  k.id, k.models, k.fresh, k.leases = id, {}, {}, {}
+  lease.loaded[id] = k
   return k
 end
 
-local moved = {}
+function lease.unpack_card(packed)
+  local hr, sl, sm, to, dr, cx, fo, ov, re, ex, li, jb, nj, fa, hb, pk, sf, dq, us, ow, al, rv, sq, sid, op, ag, hj, xl, cl =
+    struct.unpack(CARD, packed)
+  return {
+    hr = hr, sl = sl, sm = sm, to = to, dr = dr, cx = cx, fo = fo, ov = ov, re = re, ex = ex, li = li, jb = jb, nj = nj, fa = fa,
+    hb = hb, pk = pk, sf = sf, dq = dq, us = us, ow = ow, al = al, rv = rv, sq = sq, sid = sid, op = op, ag = ag, hj = hj, xl = xl,
+    cl = cl, id = '', models = false, fresh = false, leases = false, ended = nil, answer = nil,
+  }
+end
 
-local function write_sums(k)
-  local flat = { 'jb', int(k.jb), 'nj', int(k.nj), 'pk', int(k.pk) }
+-- The card is written when the script replies.
+function lease.save(k)
+  if not next(lease.unsaved) then at_end[#at_end + 1] = lease.write end
+  lease.unsaved[k.id] = k
+end
+
+function lease.write()
+  for _, k in pairs(lease.unsaved) do lease.write_card(k) end
+  lease.unsaved = {}
+end
+
+function lease.write_card(k)
+  local packed = struct.pack(CARD, k.hr, k.sl, k.sm, k.to, k.dr, k.cx, k.fo, k.ov, k.re, k.ex, k.li, k.jb, k.nj, k.fa, k.hb, k.pk,
+    k.sf, k.dq, k.us, k.ow, k.al, k.rv, k.sq, k.sid, k.op, k.ag, k.hj, k.xl, k.cl)
+  local flat = { 'r', packed }
   for name, m in pairs(k.models) do
     if m.moved then
       flat[#flat + 1] = 'n:' .. name
       flat[#flat + 1] = int(m.taken)
+      m.moved = false
     end
   end
+  if k.answer then
+    flat[#flat + 1] = 'an'
+    flat[#flat + 1] = k.answer
+    k.answer = nil
+  end
   redis.call('HSET', key('card', k.id), unpack(flat))
+  lease.write_leases(k)
 end
 
-at_end[#at_end + 1] = function()
-  for _, k in pairs(moved) do write_sums(k) end
+-- What is unwritten of a card, before its tables are read as a whole.
+function lease.settle(k)
+  if lease.unsaved[k.id] then
+    lease.write_card(k)
+    lease.unsaved[k.id] = nil
+  end
 end
 
-local function forget_loaded(id)
-  if moved[id] then write_sums(moved[id]) end
-  moved[id], cards_loaded[id] = nil, nil
-end
+function lease.forget(id) lease.unsaved[id], lease.loaded[id] = nil, nil end
 
--- The version of a model that a card hosts.
-function lease.version(k, name)
-  k.versions[name] = k.versions[name] or redis.call('HGET', key('card', k.id), 'v:' .. name) or ''
-  return k.versions[name]
+-- What the card hosts has changed: numbers read before are written, and read anew.
+function lease.republished(k)
+  lease.settle(k)
+  k.models = {}
+  lease.save(k)
 end
 
 -- Unknown or old memory admits nothing.
 function lease.is_open(k)
-  return k.op == 'ready' and k.ag == 'ready' and k.sid ~= '' and k.sm > 0 and NOW - k.sm <= 2 * CFG.beat_ms
+  return k.op == 'ready' and k.ag == 'ready' and k.sid ~= '' and k.sm > 0 and NOW - k.sm <= 2 * BEAT_MS
 end
 
+-- What may be granted on a card: 3-memory-and-agent.md.
 function lease.sum(k)
-  local s = {}
-  s.usable = k.to - k.dr - k.hr - k.cx
-  s.room = s.usable - k.re - k.ex - k.li - k.fo - k.ov
-  s.withheld = s.room - math.floor(s.room * k.fa / 1000)
-  local free = s.room - s.withheld - k.jb
-  s.reserved = k.hj ~= '' and math.max(0, math.min(k.hb, free)) or 0
-  s.grantable = free - s.reserved
-  return s
+  local usable = k.to - k.dr - k.hr - k.cx
+  local room = usable - k.re - k.ex - k.li - k.fo - k.ov
+  local withheld = room - math.floor(room * k.fa / 1000)
+  local free = room - withheld - k.jb
+  local reserved = k.hj ~= '' and math.max(0, math.min(k.hb, free)) or 0
+  return free - reserved, reserved, room, withheld, usable
 end
 
--- What the card hosts has changed: numbers read before are written, and read anew.
-function lease.republished(k)
-  if moved[k.id] then write_sums(k) end
-  k.models, k.versions = {}, {}
-end
-
--- How many jobs of a model the card takes at once (0: not ready here) and how many it has.
+-- How many jobs of a model the card takes at once (0: not ready here), how many it has, the version that it hosts.
 function lease.model(k, name)
   local m = k.models[name]
   if not m then
-    local v = redis.call('HMGET', key('card', k.id), 'm:' .. name, 'n:' .. name)
-    m = { slots = num(v[1]), taken = num(v[2]) }
+    local v = redis.call('HMGET', key('card', k.id), 'm:' .. name, 'n:' .. name, 'v:' .. name)
+    m = { slots = num(v[1]), taken = num(v[2]), version = v[3] or '' }
     k.models[name] = m
   end
   return m
@@ -90,75 +117,127 @@ end
 function lease.obstacle(k, job_id, j)
   local m = lease.model(k, j.m)
   if k.nj >= k.sl or m.taken >= m.slots or k.xl ~= '' then return 'slots' end
-  local s = lease.sum(k)
-  local free = s.grantable + (k.hj == job_id and s.reserved or 0)
-  if num(j.n) > free then return 'bytes' end
+  local grantable, reserved = lease.sum(k)
+  if j.n > grantable + (k.hj == job_id and reserved or 0) then return 'bytes' end
   if j.al and k.nj > 0 then return 'bytes' end
   return nil
 end
 
-function lease.get(card, id)
-  local packed = redis.call('HGET', key('leases', card), id)
-  return packed and cmsgpack.unpack(packed) or nil
+function lease.unpack(packed)
+  local bytes, granted, handed, started, ending, job, model, recall = struct.unpack(RECORD, packed)
+  return {
+    bytes = bytes, granted = granted, handed = handed, started = started, ending = ending, job = job, model = model, recall = recall,
+    moved = false,
+  }
 end
 
-function lease.put(card, id, record) redis.call('HSET', key('leases', card), id, cmsgpack.pack(record)) end
+-- The lease as this script left it; nil when there is none.
+function lease.get(card, id)
+  local k = lease.card(card)
+  if k.leases[id] == nil then lease.load_all(k, { id }) end
+  return k.leases[id] or nil
+end
+
+function lease.load_all(k, ids)
+  if #ids == 0 then return end
+  local packed = redis.call('HMGET', key('leases', k.id), unpack(ids))
+  for i, id in ipairs(ids) do
+    if k.leases[id] == nil then k.leases[id] = packed[i] and lease.unpack(packed[i]) end
+  end
+end
+
+-- Every lease of a card: id, record, id, record ...
+function lease.all(k)
+  lease.settle(k)
+  local all = redis.call('HGETALL', key('leases', k.id))
+  for i = 1, #all, 2 do
+    local record = k.leases[all[i]] or lease.unpack(all[i + 1])
+    k.leases[all[i]], all[i + 1] = record, record
+  end
+  return all
+end
+
+-- Writes a lease with its card.
+function lease.put(card, id, record)
+  local k = lease.card(card)
+  k.leases[id], record.moved = record, true
+  lease.save(k)
+end
+
+function lease.write_leases(k)
+  local flat = {}
+  for id, record in pairs(k.leases) do
+    if record and record.moved then
+      flat[#flat + 1] = id
+      flat[#flat + 1] = struct.pack(RECORD, record.bytes, record.granted, record.handed, record.started, record.ending, record.job,
+        record.model, record.recall)
+      record.moved = false
+    end
+  end
+  if #flat > 0 then redis.call('HSET', key('leases', k.id), unpack(flat)) end
+  if k.ended then
+    redis.call('HDEL', key('leases', k.id), unpack(k.ended))
+    k.ended = nil
+  end
+end
 
 function lease.clear_head(k)
   k.hj, k.hb = '', 0
-  redis.call('HDEL', key('card', k.id), 'hj', 'hb')
+  lease.save(k)
 end
 
 function lease.set_head(k, job_id, bytes)
   k.hj, k.hb = job_id, bytes
-  redis.call('HSET', key('card', k.id), 'hj', job_id, 'hb', int(bytes))
+  lease.save(k)
+end
+
+function lease.move(k, name, bytes, jobs)
+  local m = lease.model(k, name)
+  k.jb, k.nj, m.taken, m.moved = k.jb + bytes, k.nj + jobs, m.taken + jobs, true
+  lease.save(k)
 end
 
 -- Takes the bytes of a job on a card. The caller has checked obstacle(); an exclusive job takes all that there is.
 function lease.reserve(k, id, job_id, j)
-  local bytes = num(j.n)
+  local bytes = j.n
   if k.hj == job_id then lease.clear_head(k) end
   if j.al then
-    bytes = math.max(bytes, lease.sum(k).grantable)
+    bytes = math.max(bytes, (lease.sum(k)))
     k.xl = job_id
-    redis.call('HSET', key('card', k.id), 'xl', job_id)
   end
-  lease.put(k.id, id, { bytes, job_id, NOW, 0, 0, 0, j.m, '' })
-  local m = lease.model(k, j.m)
-  k.jb, k.nj, m.taken, m.moved, moved[k.id] = k.jb + bytes, k.nj + 1, m.taken + 1, true, k
+  lease.put(k.id, id, {
+    bytes = bytes, granted = NOW, handed = 0, started = 0, ending = 0, job = job_id, model = j.m, recall = '', moved = true,
+  })
+  lease.move(k, j.m, bytes, 1)
   k.pk = math.max(k.pk, k.jb + k.re)
-  count('granted')
+  pool.count('granted')
   return bytes
 end
 
 -- Gives the bytes of a lease back, once: a lease that is not in the table any more moves nothing.
 function lease.release(k, id, record)
-  if redis.call('HDEL', key('leases', k.id), id) == 0 then return false end
-  local name = record[lease.MODEL]
-  local m = lease.model(k, name)
-  k.jb, k.nj, m.taken, m.moved, moved[k.id] = k.jb - record[lease.BYTES], k.nj - 1, m.taken - 1, true, k
-  if k.xl ~= '' and k.xl == record[lease.JOB] then
-    k.xl = ''
-    redis.call('HDEL', key('card', k.id), 'xl')
-  end
+  if k.leases[id] ~= record then return false end
+  k.leases[id] = false
+  k.ended = k.ended or {}
+  k.ended[#k.ended + 1] = id
+  lease.move(k, record.model, -record.bytes, -1)
+  if k.xl ~= '' and k.xl == record.job then k.xl = '' end
   return true
 end
 
 -- Recomputes a card's sums from its leases. Returns the drift in bytes and jobs that was found and mended.
 function lease.audit(id)
-  forget_loaded(id)
   local k = lease.card(id)
   local bytes, jobs, by_model, has_exclusive = 0, 0, {}, false
-  local all = redis.call('HVALS', key('leases', id))
-  for _, packed in ipairs(all) do
-    local record = cmsgpack.unpack(packed)
-    bytes, jobs = bytes + record[lease.BYTES], jobs + 1
-    has_exclusive = has_exclusive or record[lease.JOB] == k.xl
-    by_model[record[lease.MODEL]] = (by_model[record[lease.MODEL]] or 0) + 1
+  local all = lease.all(k)
+  for i = 2, #all, 2 do
+    local record = all[i]
+    bytes, jobs = bytes + record.bytes, jobs + 1
+    has_exclusive = has_exclusive or record.job == k.xl
+    by_model[record.model] = (by_model[record.model] or 0) + 1
   end
   local drift = math.abs(bytes - k.jb) + math.abs(jobs - k.nj)
-  local fields = redis.call('HKEYS', key('card', id))
-  for _, field in ipairs(fields) do
+  for _, field in ipairs(redis.call('HKEYS', key('card', id))) do
     if string.sub(field, 1, 2) == 'n:' then
       local name = string.sub(field, 3)
       drift = drift + math.abs(num(redis.call('HGET', key('card', id), field)) - (by_model[name] or 0))
@@ -167,15 +246,16 @@ function lease.audit(id)
   end
   if k.xl ~= '' and not has_exclusive then
     drift = drift + 1
-    redis.call('HDEL', key('card', id), 'xl')
+    k.xl = ''
   end
-  if k.hj ~= '' and redis.call('HGET', key('job', k.hj), 'rv') ~= id then
+  local head = k.hj ~= '' and job.load(k.hj)
+  if k.hj ~= '' and not (head and head.rv == id) then
     drift = drift + 1
     lease.clear_head(k)
   end
-  redis.call('HSET', key('card', id), 'jb', int(bytes), 'nj', int(jobs))
+  k.jb, k.nj, k.models = bytes, jobs, {}
   for name, number in pairs(by_model) do redis.call('HSET', key('card', id), 'n:' .. name, int(number)) end
-  if drift ~= 0 then count('drift', drift) end
-  forget_loaded(id)
+  lease.save(k)
+  if drift ~= 0 then pool.count('drift', drift) end
   return drift
 end

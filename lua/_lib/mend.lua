@@ -1,81 +1,86 @@
 -- mend: finds and puts right what a script that failed half-way leaves behind. The sums of cards are lease.audit's.
 -- A round looks at the cards first, then at all jobs from the newest to the oldest, a few at a time, until it has seen all
 -- that live. Field `mend` of meta is where it goes on: '' at its beginning, 'created|seen of that instant|live ones seen'.
-local mend = {}
+local mend = { moved_now = 0, known = {} }
 
 local LOOK = 64
 
-local moved_now, found = 0, {}
-
 -- One fault by its name. A pool in order has none: each is drift.
-local function fault(kind)
-  found[kind] = (found[kind] or 0) + 1
-  moved_now = moved_now + 1
-  count('mended.' .. kind)
-  count('drift')
+function mend.fault(kind)
+  mend.known[kind] = (mend.known[kind] or 0) + 1
+  mend.moved_now = mend.moved_now + 1
+  pool.count('mended.' .. kind)
+  pool.count('drift')
 end
 
 -- What this call has put right, by name.
-function mend.found() return found end
+function mend.found() return mend.known end
 
 -- The sums of a card; lease.audit itself counts their drift.
 function mend.sums(id)
   local drift = lease.audit(id)
-  if drift ~= 0 then found.sums = (found.sums or 0) + drift end
+  if drift ~= 0 then mend.known.sums = (mend.known.sums or 0) + drift end
   return drift
 end
 
 -- Begins a new round; one that is on begins anew.
 function mend.begin() redis.call('HSET', META, 'mend', '') end
 
+-- The record of a job; false where it cannot be read.
+function mend.load(id)
+  local is_read, j = pcall(job.load, id)
+  return is_read and j
+end
+
 -- A lease that no agent has and no job knows would keep its bytes until the card registers anew; a job that was granted and
 -- stands in no list would never be handed out.
-local function mend_card(k)
+function mend.card(k)
   -- A lost card keeps its leases until it registers.
   if k.sid == '' then return end
   if not redis.call('ZSCORE', key('sessions'), 'c:' .. k.id) then
     agent.renew(k)
-    fault('session')
+    mend.fault('session')
   end
-  local name, listed = key('ready', k.id), {}
+  local name, listed = place.ready(k), {}
   if redis.call('TYPE', name).ok == 'list' then
     for _, id in ipairs(redis.call('LRANGE', name, 0, -1)) do listed[id] = true end
   else
     redis.call('DEL', name)
   end
-  local all = redis.call('HGETALL', key('leases', k.id))
+  local all = lease.all(k)
   for i = 1, #all, 2 do
-    if moved_now >= MOVE_LIMIT then return end
-    local record = cmsgpack.unpack(all[i + 1])
-    local id = record[lease.JOB]
-    if record[lease.HANDED] == 0 then
-      local v = redis.call('HMGET', key('job', id), 's', 'l')
-      if v[1] ~= 'leased' or v[2] ~= all[i] then
+    if mend.moved_now >= MOVE_LIMIT then return end
+    local record = all[i + 1]
+    if record.handed == 0 then
+      local j = mend.load(record.job)
+      if j ~= false and not (j and j.s == 'leased' and j.l == all[i]) then
         lease.release(k, all[i], record)
-        fault('lease')
-      elseif not listed[id] then
-        redis.call('RPUSH', name, id)
-        wake(k.id)
-        fault('ready')
+        mend.fault('lease')
+      elseif not listed[record.job] then
+        redis.call('RPUSH', name, record.job)
+        pool.wake(k.id)
+        mend.fault('ready')
       end
     end
   end
 end
 
 -- The head of a class that is no waiter would be looked at by each grant, for ever.
-local function mend_class(class)
+function mend.class(class)
   for _, id in ipairs(redis.call('ZRANGE', key('q', class), 0, SCAN - 1)) do
-    if redis.call('HGET', key('job', id), 's') ~= 'queued' then
+    local j = mend.load(id)
+    if j ~= false and not (j and j.s == 'queued') then
       redis.call('ZREM', key('q', class), id)
-      fault('ghost')
+      mend.fault('ghost')
     end
   end
   if redis.call('EXISTS', key('q', class)) == 0 then redis.call('SREM', key('classes'), class) end
 end
 
 -- Its answer was stored before the script failed, or its inputs are gone: it cannot run again. Returns true when it ended.
-local function end_here(id, j)
-  if j.st then job.unset(id, j, 'st') end
+function mend.end_here(id, j)
+  j.st = 0
+  job.save(id, j)
   if j.s ~= 'queued' and redis.call('EXISTS', key('res', id)) == 1 then
     return settle.job(id, j, 'succeed', { stored = key('res', id) })
   end
@@ -83,27 +88,26 @@ local function end_here(id, j)
   return settle.job(id, j, 'lost_for_good', { detail = 'job ' .. id .. ': a fault of the ledger lost its inputs' })
 end
 
-local function is_blocked(id, j)
-  local b = redis.call('HMGET', key('job', j.bl), 'nx', 'd', 'l')
-  return b[1] == id and b[2] and b[3] and redis.call('HEXISTS', key('leases', b[2]), b[3]) == 1
+function mend.is_blocked(id, j)
+  local former = job.load(j.bl)
+  return former and former.nx == id and former.l ~= '' and lease.get(former.d, former.l)
 end
 
 -- Which index a live job is missing from: its fault, or nil.
-local function misplaced(id, v)
-  if v.s == 'queued' then
-    if v.bl then return not is_blocked(id, v) and 'blocked' or nil end
-    return not redis.call('ZSCORE', key('q', v.c), id) and 'queue' or nil
+function mend.misplaced(id, j)
+  if j.s == 'queued' then
+    if j.bl then return not mend.is_blocked(id, j) and 'blocked' or nil end
+    return not redis.call('ZSCORE', key('q', j.c), id) and 'queue' or nil
   end
-  local record = v.l and v.d and lease.get(v.d, v.l)
-  return not (record and record[lease.JOB] == id) and 'run' or nil
+  local record = j.l ~= '' and lease.get(j.d, j.l)
+  return not (record and record.job == id) and 'run' or nil
 end
 
-local function mend_live(id, v)
-  local kind = misplaced(id, v)
+function mend.live(id, j)
+  local kind = mend.misplaced(id, j)
   if kind then
-    fault(kind)
-    local j = job.load(id)
-    if end_here(id, j) then return end
+    mend.fault(kind)
+    if mend.end_here(id, j) then return end
     if kind == 'run' then
       agent.requeue(id, j, 'unheld')
     else
@@ -112,82 +116,81 @@ local function mend_live(id, v)
     place.requeued(id, j)
   end
   if not redis.call('ZSCORE', key('deadlines'), id) then
-    fault('deadline')
-    job.schedule(id, job.load(id))
+    mend.fault('deadline')
+    job.schedule(id, j)
   end
 end
 
 -- The record of a settled job that nobody would forget, and whose callers may not have been told.
-local function mend_settled(id)
+function mend.settled(id, j)
   if redis.call('ZSCORE', key('expiry'), id) then return end
-  fault('record')
-  local j = job.load(id)
-  local ttl = j.s == 'failed' and CFG.dead_letter_ttl_ms or CFG.result_ttl_ms
+  mend.fault('record')
+  local ttl = j.s == 'failed' and DEAD_LETTER_TTL_MS or RESULT_TTL_MS
   redis.call('ZADD', key('expiry'), int(NOW + ttl), id)
   for _, kind in ipairs({ 'job', 'pay', 'res', 'ev' }) do redis.call('PEXPIRE', key(kind, id), int(ttl + RECORD_SLACK_MS)) end
-  job.tell(id, j, false, 'o', cmsgpack.pack(settle.outcome(id, j)))
+  job.tell(id, j, false, job.pack(j))
 end
 
-local JOB_FIELDS = { 's', 'd', 'l', 'c', 'bl' }
-
 -- Returns whether the job lives.
-local function mend_job(id)
-  local v, values = {}, redis.call('HMGET', key('job', id), unpack(JOB_FIELDS))
-  for i, name in ipairs(JOB_FIELDS) do v[name] = values[i] or nil end
-  if job.is_live(v) then
-    mend_live(id, v)
+function mend.job(id)
+  local j = job.load(id)
+  if j and job.is_live(j) then
+    mend.live(id, j)
     return true
-  elseif v.s then
-    mend_settled(id)
+  elseif j then
+    mend.settled(id, j)
   elseif not redis.call('ZSCORE', key('expiry'), id) then
     redis.call('ZREM', key('jobs'), id)
-    fault('index')
+    mend.fault('index')
   end
   return false
 end
 
 -- One record that cannot be put right must not keep the others from it.
-local function try_job(id)
-  local is_done, lives = pcall(mend_job, id)
+function mend.try_job(id)
+  local is_done, lives = pcall(mend.job, id)
   if is_done then return lives end
-  fault('failed')
+  mend.fault('failed')
   redis.log(redis.LOG_WARNING, 'job ' .. id .. ' cannot be mended: ' .. tostring(type(lives) == 'table' and lives.err or lives))
   return true
 end
 
 -- Counters of what waits, where so few live that one call may look at all of them.
-local function mend_limits()
+function mend.limits()
   if redis.call('ZCARD', key('deadlines')) > LOOK then return end
   local is = {}
-  local function add(field, by) is[field] = (is[field] or 0) + by end
   for _, id in ipairs(redis.call('ZRANGE', key('deadlines'), 0, -1)) do
-    local v = redis.call('HMGET', key('job', id), 's', 'm', 't', 'pb')
-    if job.is_live({ s = v[1] }) then
-      for _, suffix in ipairs({ '', 'm:' .. v[2], 't:' .. v[3] }) do
-        add('b' .. suffix, num(v[4]))
-        if v[1] == 'queued' then add('w' .. suffix, 1) end
+    local j = mend.load(id)
+    -- What an unreadable record counts for is not known.
+    if j == false then return end
+    if j and job.is_live(j) then
+      for _, scope in ipairs({ 'p', 'm:' .. j.m, 't:' .. j.t }) do
+        local l = is[scope] or { waiting = 0, bytes = 0 }
+        is[scope] = l
+        l.waiting, l.bytes = l.waiting + (j.s == 'queued' and 1 or 0), l.bytes + j.pb
       end
     end
   end
-  local flat = redis.call('HGETALL', key('limits'))
+  local packed, flat = {}, redis.call('HGETALL', key('limits'))
+  for scope, l in pairs(is) do packed[scope] = struct.pack('<dd', l.waiting, l.bytes) end
   for i = 1, #flat, 2 do
-    add(flat[i], 0)
-    if num(flat[i + 1]) == is[flat[i]] then is[flat[i]] = nil end
-  end
-  for field, value in pairs(is) do
-    if value ~= num(redis.call('HGET', key('limits'), field)) then fault('limits') end
-    if value == 0 then
-      redis.call('HDEL', key('limits'), field)
-    else
-      redis.call('HSET', key('limits'), field, int(value))
+    if not packed[flat[i]] then
+      redis.call('HDEL', key('limits'), flat[i])
+      mend.fault('limits')
+    elseif packed[flat[i]] == flat[i + 1] then
+      packed[flat[i]] = nil
     end
+  end
+  for scope, value in pairs(packed) do
+    redis.call('HSET', key('limits'), scope, value)
+    mend.fault('limits')
   end
 end
 
 -- The bytes of what is stored, where it is few things.
-local function mend_stored()
+function mend.stored()
   local members = {}
-  for _, kind in ipairs(KINDS) do
+  for _, kind in ipairs(settle.KINDS) do
     if redis.call('ZCARD', key(kind)) > LOOK then return end
     for _, member in ipairs(redis.call('ZRANGE', key(kind), 0, -1)) do members[#members + 1] = member end
   end
@@ -195,25 +198,25 @@ local function mend_stored()
   for _, member in ipairs(members) do bytes = bytes + num(string.match(member, ':(%d+)$')) end
   if bytes ~= num(redis.call('HGET', META, 'rb')) then
     redis.call('HSET', META, 'rb', int(bytes))
-    fault('stored')
+    mend.fault('stored')
   end
 end
 
 -- Live jobs by the sizes of the indexes; nil where these disagree, so that a round has to look at every record.
-local function live_number()
+function mend.live_number()
   local live = redis.call('ZCARD', key('jobs')) - redis.call('ZCARD', key('expiry'))
   return redis.call('ZCARD', key('deadlines')) == live and live or nil
 end
 
-local function mend_jobs(at)
+function mend.jobs(at)
   local created, skip, live = string.match(at, '^(%d+)|(%d+)|(%d+)$')
   skip, live = num(skip), num(live)
   local all = redis.call('ZREVRANGEBYSCORE', key('jobs'), created or '+inf', '-inf', 'WITHSCORES', 'LIMIT', int(skip), LOOK)
-  local expected = live_number()
+  local expected = mend.live_number()
   for i = 1, #all, 2 do
     if expected and live >= expected then return nil end
-    if moved_now >= MOVE_LIMIT then return created .. '|' .. int(skip) .. '|' .. int(live) end
-    if try_job(all[i]) then live = live + 1 end
+    if mend.moved_now >= MOVE_LIMIT then return created .. '|' .. int(skip) .. '|' .. int(live) end
+    if mend.try_job(all[i]) then live = live + 1 end
     skip = all[i + 1] == created and skip + 1 or 1
     created = all[i + 1]
   end
@@ -226,16 +229,16 @@ function mend.step()
   local at = redis.call('HGET', META, 'mend')
   if not at then return false end
   if at == '' then
-    for _, id in ipairs(redis.call('ZRANGE', key('cards'), 0, -1)) do mend_card(lease.card(id)) end
-    for _, class in ipairs(redis.call('SMEMBERS', key('classes'))) do mend_class(class) end
+    for _, id in ipairs(redis.call('ZRANGE', key('cards'), 0, -1)) do mend.card(lease.card(id)) end
+    for _, class in ipairs(redis.call('SMEMBERS', key('classes'))) do mend.class(class) end
   end
-  if moved_now < MOVE_LIMIT then
-    local following = mend_jobs(at)
+  if mend.moved_now < MOVE_LIMIT then
+    local following = mend.jobs(at)
     if following then
       redis.call('HSET', META, 'mend', following)
-    elseif moved_now == 0 then
-      mend_limits()
-      mend_stored()
+    elseif mend.moved_now == 0 then
+      mend.limits()
+      mend.stored()
       redis.call('HDEL', META, 'mend')
     else
       -- What was moved has changed counters that are written at the end of this call: they are looked at in the next.

@@ -4,26 +4,27 @@ local sweep = {}
 -- Jobs that a card holds but has not handed out go back when it stops granting. Returns true when there are more.
 function sweep.unclaim(k)
   for _ = 1, MOVE_LIMIT do
-    local id = redis.call('LPOP', key('ready', k.id))
+    local id = redis.call('LPOP', place.ready(k))
     if not id then return false end
     local j = job.load(id)
     local record = j and j.s == 'leased' and j.d == k.id and lease.get(k.id, j.l)
-    if record and record[lease.HANDED] == 0 then
+    if record and record.handed == 0 then
       lease.release(k, j.l, record)
       agent.requeue(id, j, 'unclaimed')
       place.requeued(id, j)
     end
   end
-  return redis.call('EXISTS', key('ready', k.id)) == 1
+  return redis.call('EXISTS', place.ready(k)) == 1
 end
 
 function sweep.clear_head(k)
   if k.hj == '' then return end
-  redis.call('HDEL', key('job', k.hj), 'rv')
+  local head = job.load(k.hj)
+  if head then job.set(k.hj, head, 'rv', nil) end
   lease.clear_head(k)
 end
 
-local function hosts_ready(j)
+function sweep.hosts_ready(j)
   for _, card in ipairs(redis.call('SMEMBERS', key('on', j.c))) do
     local k = lease.card(card)
     if lease.is_open(k) and lease.model(k, j.m).slots > 0 then return true end
@@ -33,30 +34,29 @@ end
 
 -- The published bound for a big job behind a stream of small ones: the greatest head start of others, the time in which
 -- it may be passed, the longest run that must end before it, and a grace of two beats.
-local function longest_wait_ms()
-  return 9 * CFG.boost_ms + CFG.max_passing_ms + CFG.longest_run_ms + 2 * CFG.beat_ms
+function sweep.longest_wait_ms()
+  return 9 * BOOST_MS + MAX_PASSING_MS + LONGEST_RUN_MS + 2 * BEAT_MS
 end
 
 -- Which clock of a job has passed, as an event and its words.
-local function passed(id, j)
-  local waited = NOW - num(j.ct)
-  if num(j.ct) + num(j.tl) <= NOW then
-    return 'total_timeout', 'job ' .. id .. ': not done within its total limit of ' .. j.tl .. ' ms'
+function sweep.passed(id, j)
+  if j.ct + j.tl <= NOW then
+    return 'total_timeout', 'job ' .. id .. ': not done within its total limit of ' .. int(j.tl) .. ' ms'
   end
-  if j.s == 'running' and num(j.rs) + num(j.rl) <= NOW then
-    return 'run_timeout', 'job ' .. id .. ': ran for more than its limit of ' .. j.rl .. ' ms'
+  if j.s == 'running' and j.rs + j.rl <= NOW then
+    return 'run_timeout', 'job ' .. id .. ': ran for more than its limit of ' .. int(j.rl) .. ' ms'
   end
-  if j.s ~= 'running' and num(j.ws) + num(j.wl) <= NOW then
-    if j.s == 'queued' and not hosts_ready(j) then
-      return 'no_ready_card', 'job ' .. id .. ': no card that hosts ' .. j.c .. ' was ready within ' .. j.wl .. ' ms'
+  if j.s ~= 'running' and j.ws + j.wl <= NOW then
+    if j.s == 'queued' and not sweep.hosts_ready(j) then
+      return 'no_ready_card', 'job ' .. id .. ': no card that hosts ' .. j.c .. ' was ready within ' .. int(j.wl) .. ' ms'
     end
-    local words = 'job ' .. id .. ': waited ' .. int(waited) .. ' ms, more than its limit of ' .. j.wl .. ' ms'
-    if j.rv and num(j.wl) < longest_wait_ms() then
-      words = words .. '; memory was being set aside for it, which can take ' .. int(longest_wait_ms()) .. ' ms'
+    local words = 'job ' .. id .. ': waited ' .. int(NOW - j.ct) .. ' ms, more than its limit of ' .. int(j.wl) .. ' ms'
+    if j.rv and j.wl < sweep.longest_wait_ms() then
+      words = words .. '; memory was being set aside for it, which can take ' .. int(sweep.longest_wait_ms()) .. ' ms'
     end
     return 'wait_timeout', words
   end
-  if j.ab and num(j.ab) <= NOW then return 'cancel', 'job ' .. id .. ': its last client left' end
+  if j.ab and j.ab <= NOW then return 'cancel', 'job ' .. id .. ': its last client left' end
   return nil
 end
 
@@ -67,7 +67,7 @@ function sweep.deadlines()
     if not j or not job.is_live(j) then
       redis.call('ZREM', key('deadlines'), id)
     else
-      local event, words = passed(id, j)
+      local event, words = sweep.passed(id, j)
       if not event then
         job.schedule(id, j)
       else
@@ -86,10 +86,9 @@ end
 -- Returns true when there are more. event: how those end that ran; a loss unless the agent left in order.
 function sweep.lost_jobs(k, event)
   local moved = 0
-  local all = redis.call('HGETALL', key('leases', k.id))
+  local all = lease.all(k)
   for i = 1, #all, 2 do
-    local record = cmsgpack.unpack(all[i + 1])
-    local id = record[lease.JOB]
+    local id = all[i + 1].job
     local j = job.load(id)
     if j and j.l == all[i] and (j.s == 'leased' or j.s == 'running') then
       if moved == MOVE_LIMIT then return true end
@@ -109,22 +108,21 @@ function sweep.lost_jobs(k, event)
   return false
 end
 
-local function card_lost(k)
+function sweep.card_lost(k)
   if k.sid ~= '' then
-    k.sid, k.ag = '', 'lost'
-    redis.call('HSET', key('card', k.id), 'sid', '', 'ag', 'lost', 'rs', 'its agent was not heard for a session')
-    redis.call('HDEL', key('card', k.id), 'sm')
-    redis.call('DEL', key('ready', k.id))
+    k.sid, k.ag, k.sm = '', 'lost', 0
+    lease.save(k)
+    redis.call('HSET', key('card', k.id), 'rs', 'its agent was not heard for a session')
+    redis.call('DEL', place.ready(k))
     redis.call('HINCRBY', META, 'stamp', 1)
     sweep.clear_head(k)
-    k.sm = 0
-    count('sessions_lost')
+    pool.count('sessions_lost')
   end
   return sweep.lost_jobs(k)
 end
 
 -- A synchronous job without a key has nobody left who could take its answer when its gateway is gone.
-local function gateway_lost(worker)
+function sweep.gateway_lost(worker)
   local name = key('gwj', worker)
   for _, id in ipairs(redis.call('SRANDMEMBER', name, MOVE_LIMIT)) do
     redis.call('SREM', name, id)
@@ -140,9 +138,9 @@ function sweep.sessions()
   local kind, name = string.sub(ended[1], 1, 1), string.sub(ended[1], 3)
   local more
   if kind == 'c' then
-    more = card_lost(lease.card(name))
+    more = sweep.card_lost(lease.card(name))
   else
-    more = gateway_lost(name)
+    more = sweep.gateway_lost(name)
   end
   if not more then redis.call('ZREM', key('sessions'), ended[1]) end
   return true
@@ -153,15 +151,15 @@ function sweep.expired()
   local more = settle.expire_results()
   local jobs = redis.call('ZRANGEBYSCORE', key('expiry'), '-inf', int(NOW), 'LIMIT', 0, MOVE_LIMIT)
   for _, id in ipairs(jobs) do
-    local v = redis.call('HMGET', key('job', id), 'd', 'l')
-    if v[2] and settle.is_on_card({ d = v[1], l = v[2] }) then
+    local j = job.load(id)
+    if j and settle.is_on_card(j) then
       -- Whoever waits under its key waits for the end of this run: it is remembered until then.
-      redis.call('ZADD', key('expiry'), int(NOW + CFG.delivered_ttl_ms), id)
-      redis.call('PEXPIRE', key('job', id), int(2 * CFG.delivered_ttl_ms + RECORD_SLACK_MS))
+      redis.call('ZADD', key('expiry'), int(NOW + DELIVERED_TTL_MS), id)
+      redis.call('PEXPIRE', key('job', id), int(2 * DELIVERED_TTL_MS + RECORD_SLACK_MS))
     else
       redis.call('ZREM', key('expiry'), id)
       redis.call('ZREM', key('jobs'), id)
-      redis.call('DEL', key('job', id), key('ev', id), key('pay', id))
+      job.delete(id)
     end
   end
   return more or #jobs == MOVE_LIMIT
@@ -169,7 +167,7 @@ end
 
 -- A model or card is known for a while after its last session.
 function sweep.unknown()
-  local oldest = int(NOW - CFG.known_ttl_ms)
+  local oldest = int(NOW - KNOWN_TTL_MS)
   for _, name in ipairs(redis.call('ZRANGEBYSCORE', key('models'), '-inf', oldest, 'LIMIT', 0, 4)) do
     redis.call('ZREM', key('models'), name)
     for _, version in ipairs(redis.call('HKEYS', key('model', name))) do redis.call('HDEL', key('rate'), name .. '@' .. version) end
@@ -182,6 +180,7 @@ function sweep.unknown()
       for class in string.gmatch(k.cl, '%S+') do redis.call('SREM', key('on', class), id) end
       redis.call('DEL', key('card', id), key('leases', id), key('ready', id), key('host', id), key('wake', id))
       redis.call('ZREM', key('cards'), id)
+      lease.forget(id)
     end
   end
 end

@@ -1,37 +1,85 @@
 -- transitions: rendered from scheduler/transitions.py by `python -m scheduler.transitions`.
--- Do not edit. event = 'from ...|to|code|pinned|counts'
-local TRANSITIONS = {
-  grant = ' queued |leased|||',
-  takeover = ' leased |leased|||',
-  start = ' leased |running|||',
-  give_back = ' leased running |queued|||',
-  unheld = ' leased running |queued|||',
-  killed = ' leased running |queued|||',
-  unclaimed = ' leased |queued|||',
-  agent_lost = ' leased running |queued|||loss',
-  oom = ' leased running |queued|||',
-  crash = ' leased running |queued|||crash',
-  succeed = ' leased running |succeeded||pinned|',
-  model_error = ' leased running |failed|model_error|pinned|',
-  rejected_by_model = ' leased running |failed|rejected_by_model|pinned|',
-  non_finite = ' leased running |failed|non_finite|pinned|',
-  output_too_large = ' leased running |failed|output_too_large|pinned|',
-  run_timeout = ' leased running |failed|run_timeout|pinned|',
-  oom_again = ' leased running |failed|oom||',
-  crashed_alone = ' leased running |failed|crashed||',
-  lost_for_good = ' queued leased running |failed|lost||',
-  failed_inside = ' leased running |failed|internal||',
-  cancel = ' queued leased running |cancelled|cancelled||',
-  wait_timeout = ' queued leased |expired|wait_timeout||',
-  no_ready_card = ' queued |expired|no_ready_card||',
-  total_timeout = ' queued leased running |expired|total_timeout||',
+-- Do not edit.
+local transitions = {}
+
+transitions.grant = {
+  from = 'queued', to = 'leased', code = '', pinned = false, counts = '',
 }
-local PINNED = { model_error = true, non_finite = true, output_too_large = true, rejected_by_model = true, run_timeout = true }
+transitions.takeover = {
+  from = 'leased', to = 'leased', code = '', pinned = false, counts = '',
+}
+transitions.start = {
+  from = 'leased', to = 'running', code = '', pinned = false, counts = '',
+}
+transitions.give_back = {
+  from = 'leased running', to = 'queued', code = '', pinned = false, counts = '',
+}
+transitions.unheld = {
+  from = 'leased running', to = 'queued', code = '', pinned = false, counts = '',
+}
+transitions.killed = {
+  from = 'leased running', to = 'queued', code = '', pinned = false, counts = '',
+}
+transitions.unclaimed = {
+  from = 'leased', to = 'queued', code = '', pinned = false, counts = '',
+}
+transitions.agent_lost = {
+  from = 'leased running', to = 'queued', code = '', pinned = false, counts = 'loss',
+}
+transitions.oom = {
+  from = 'leased running', to = 'queued', code = '', pinned = false, counts = '',
+}
+transitions.crash = {
+  from = 'leased running', to = 'queued', code = '', pinned = false, counts = 'crash',
+}
+transitions.succeed = {
+  from = 'leased running', to = 'succeeded', code = '', pinned = true, counts = '',
+}
+transitions.model_error = {
+  from = 'leased running', to = 'failed', code = 'model_error', pinned = true, counts = '',
+}
+transitions.rejected_by_model = {
+  from = 'leased running', to = 'failed', code = 'rejected_by_model', pinned = true, counts = '',
+}
+transitions.non_finite = {
+  from = 'leased running', to = 'failed', code = 'non_finite', pinned = true, counts = '',
+}
+transitions.output_too_large = {
+  from = 'leased running', to = 'failed', code = 'output_too_large', pinned = true, counts = '',
+}
+transitions.run_timeout = {
+  from = 'leased running', to = 'failed', code = 'run_timeout', pinned = true, counts = '',
+}
+transitions.oom_again = {
+  from = 'leased running', to = 'failed', code = 'oom', pinned = false, counts = '',
+}
+transitions.crashed_alone = {
+  from = 'leased running', to = 'failed', code = 'crashed', pinned = false, counts = '',
+}
+transitions.lost_for_good = {
+  from = 'queued leased running', to = 'failed', code = 'lost', pinned = false, counts = '',
+}
+transitions.failed_inside = {
+  from = 'leased running', to = 'failed', code = 'internal', pinned = false, counts = '',
+}
+transitions.cancel = {
+  from = 'queued leased running', to = 'cancelled', code = 'cancelled', pinned = false, counts = '',
+}
+transitions.wait_timeout = {
+  from = 'queued leased', to = 'expired', code = 'wait_timeout', pinned = false, counts = '',
+}
+transitions.no_ready_card = {
+  from = 'queued', to = 'expired', code = 'no_ready_card', pinned = false, counts = '',
+}
+transitions.total_timeout = {
+  from = 'queued leased running', to = 'expired', code = 'total_timeout', pinned = false, counts = '',
+}
+
+transitions.PINNED = { model_error = true, non_finite = true, output_too_large = true, rejected_by_model = true, run_timeout = true }
 
 -- The row of an event in a state, nil where there is none.
-local function transition(event, state)
-  local from, to, code, pinned, counts =
-    string.match(TRANSITIONS[event] or '', '^(.*)|(.*)|(.*)|(.*)|(.*)$')
-  if not from or not string.find(from, ' ' .. state .. ' ', 1, true) then return nil end
-  return { to = to, code = code, pinned = pinned ~= '', counts = counts }
+function transitions.row(event, state)
+  local row = transitions[event]
+  if row and string.find(row.from, state, 1, true) then return row end
+  return nil
 end

@@ -2,7 +2,7 @@
 local view = {}
 
 -- Why a queued job waits.
-local function why(id, j, position)
+function view.why(id, j, position)
   if j.bl then return 'previous_run' end
   local any, slots = false, false
   for _, card in ipairs(redis.call('SMEMBERS', key('on', j.c))) do
@@ -18,15 +18,12 @@ local function why(id, j, position)
   return slots and 'slots' or 'card_full'
 end
 
+-- What a record does not say of itself.
 function view.job(id, j)
-  local told = { id = id, job = {}, position = 0, clients = num(j.nc) }
-  for field, value in pairs(j) do
-    if #field == 2 or #field == 1 then told.job[field] = value end
-  end
-  told.events = #job.watchers(j, true) > 0 and 1 or 0
+  local told = { id = id, position = 0 }
   if j.s == 'queued' then
     told.position = num(redis.call('ZRANK', key('q', j.c), id) or -1) + 1
-    told.why = why(id, j, told.position)
+    told.why = view.why(id, j, told.position)
     local interval = rate.interval(j.c)
     if interval then told.eta_ms = math.floor(interval * math.max(told.position, 1)) end
   end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -33,6 +34,14 @@ async def tuned(server: TestServer, pool: str) -> AsyncIterator[Tuned]:
     finally:
         for store in opened:
             await store.close()
+
+
+async def shift_clock(store: Store, *, ms: int) -> None:
+    """As if the pool's last script had run at another time."""
+    redis: Any = store.redis
+    clock = list(struct.unpack("<5d", await redis.hget(store.keys.meta, "clock")))
+    clock[0] += ms
+    await redis.hset(store.keys.meta, "clock", struct.pack("<5d", *clock))
 
 
 def tune(server: TestServer, pool: str, **sections: Mapping[str, Any]) -> Settings:

@@ -10,6 +10,7 @@ import pytest
 from scheduler import admission, inventory, jobs
 from scheduler.models import OperatorState
 from scheduler.store import Store
+from tests import packed
 from tests.ledger.conftest import Tuned
 from tests.ledger.fake_agent import GIB, FakeAgent, hosted, request
 from vramgate import errors
@@ -219,9 +220,11 @@ async def test_an_audit_mends_what_it_finds(store: Store) -> None:
     await agent.register()
     await admission.submit(store, request())
     honest = await inventory.card(store, agent.card)
-    wrong = {"jb": 5, "nj": 3, "n:echo": 7, "xl": "0" * 32, "hj": "1" * 32, "hb": 9}
     redis: Any = store.redis
-    await redis.hset(store.keys.card(agent.card), mapping=wrong)
+    held, _ = packed.unpack("lease", "CARD", await redis.hget(store.keys.card(agent.card), "r"))
+    wrong = held | {"jb": 5, "nj": 3, "xl": "0" * 32, "hj": "1" * 32, "hb": 9}
+    damaged = {"r": packed.pack("lease", "CARD", wrong), "n:echo": 7}
+    await redis.hset(store.keys.card(agent.card), mapping=damaged)
     drift = await inventory.audit(store)
     assert drift[agent.card] == (GIB - 5) + (3 - 1) + (7 - 1) + 1 + 1
     assert await inventory.audit(store) == {agent.card: 0}

@@ -13,6 +13,7 @@ from scheduler import admission, cards, inventory, jobs
 from scheduler.gateways import gateway_beat
 from scheduler.models import HostedModel, OperatorState
 from scheduler.store import Store
+from tests import packed
 from tests.invariants import check_versions
 from tests.ledger.conftest import Tuned
 from tests.ledger.fake_agent import GIB, FakeAgent, hosted, ok, request, said
@@ -63,7 +64,8 @@ async def _everything(store: Store) -> dict[bytes, Any]:
         read = redis.smembers if kind.startswith("on:") else redis.hgetall
         told[kind.encode()] = found = await read(name)
         if kind.startswith("card:"):
-            found.pop(b"sm", None)
+            card, _ = packed.unpack("lease", "CARD", found.pop(b"r"))
+            told[kind.encode()] |= {name.encode(): value for name, value in card.items() if name != "sm"}
     return told
 
 
@@ -270,7 +272,7 @@ async def test_repeating_changes_nothing(store: Store) -> None:
     assert await _stamp(store) == stamp
     assert await _everything(store) == before
     other.renew()
-    await cards.leave(store, card="GPU-b", session=before[b"card:GPU-b"][b"sid"].decode())
+    await cards.leave(store, card="GPU-b", session=before[b"card:GPU-b"][b"sid"])
     await other.register()
     await check_versions(store)
     assert await _shown(store, "GPU-b") == (False, 0, WORDS)

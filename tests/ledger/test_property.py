@@ -21,6 +21,7 @@ from scheduler.gateways import gateway_beat
 from scheduler.models import HandedJob, OperatorState, OutcomeKind, SubmitRequest
 from scheduler.settings import Settings
 from scheduler.store import Store
+from tests import packed
 from tests.conftest import TestServer
 from tests.invariants import check_pool, check_sums, check_versions
 from tests.ledger.conftest import tune
@@ -203,8 +204,9 @@ class World:
         )
 
     async def _holds(self, agent: FakeAgent) -> bool:
-        session = await agent.store.redis.hget(agent.store.keys.card(agent.card), "sid")
-        return session == agent.session.encode()
+        record: Any = await agent.store.redis.hget(agent.store.keys.card(agent.card), "r")
+        held, _ = packed.unpack("lease", "CARD", record)
+        return bool(held["sid"] == agent.session)
 
     async def _agent_unheld(self, agent: FakeAgent) -> None:
         if agent.held:

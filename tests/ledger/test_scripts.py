@@ -14,7 +14,7 @@ import redis
 from scheduler import scripts
 from scheduler.embedded import free_port
 from scheduler.settings import load_settings
-from scheduler.store import Store
+from scheduler.store import Store, script_settings
 from tests.conftest import TestServer
 from tests.ledger.everything import do_everything
 
@@ -52,7 +52,7 @@ def test_every_state_is_written_in_one_place() -> None:
     """`set_state` alone writes the field s of a job."""
     for path in scripts.LUA.rglob("*.lua"):
         text = path.read_text()
-        writes = re.findall(r"job\.set\([^)]*'s',", text)
+        writes = re.findall(r"\.s = ", text)
         assert len(writes) == (1 if path.name == "job.lua" else 0), path
 
 
@@ -109,3 +109,26 @@ def test_the_server_in_use_is_the_one_asked_for(server: TestServer) -> None:
     client.close()
     is_valkey = os.environ.get("VRAMGATE_TEST_SERVER", "valkey") == "valkey"
     assert ("valkey_version" in info) == is_valkey
+
+
+def test_settings_have_the_same_order_in_python_and_lua() -> None:
+    """They travel as numbers without names: base.lua names them as store.py sends them."""
+    base = (scripts.LUA / "_lib" / "base.lua").read_text()
+    named = re.search(
+        r"^local (SESSION_MS,[^=]+?) = struct\.unpack\('<(d+)', ARGV\[2\]\)$", base, re.MULTILINE
+    )
+    assert named is not None
+    sent = list(script_settings(load_settings(None)))
+    assert [name.lower() for name in re.split(r",\s+", named[1])] == sent
+    assert len(named[2]) == len(sent)
+
+
+def test_members_come_into_being_on_first_use() -> None:
+    """Each member of a helper is created only by the call that uses it, whatever else stands in its file."""
+    text = scripts.load("claim").text
+    for name in ("job", "lease", "place", "settle", "sweep", "agent"):
+        assert f"setmetatable({name}, {{ __index = function(_, name)" in text
+        defined = re.findall(rf"^function {name}\.(\w+)", text, re.MULTILINE)
+        assert defined and len(set(defined)) == len(defined)
+        for member in defined:
+            assert f"if name == '{member}' then\nfunction {name}.{member}" in text

@@ -20,6 +20,7 @@ from scheduler.settings import Settings, load_settings
 from scheduler.store import BadStore, Store
 from tests.conftest import TestServer
 from tests.invariants import check_pool
+from tests.ledger.conftest import shift_clock
 from tests.ledger.fake_agent import MIB, FakeAgent, ok, request, said
 from tests.waiting import until
 from vramgate import errors
@@ -238,7 +239,7 @@ async def test_the_dead_are_reaped_after_the_grace(hurt: Store, own_server: Test
 async def test_time_never_goes_back(store: Store) -> None:
     """The server's clock is behind the last value: ledger time neither jumps back nor stands still."""
     first = (await gateway_beat(store, "w1")).now_ms
-    await store.redis.hset(store.keys.meta, "last", first + 5000)
+    await shift_clock(store, ms=5000)
     stamps = []
     for _ in range(5):
         stamps.append((await gateway_beat(store, "w1")).now_ms)

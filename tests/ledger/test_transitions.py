@@ -25,7 +25,8 @@ async def test_lua_reads_the_table_as_python_does(store: Store) -> None:
     """Every event in every state: the same new state, code, pinning and count; none where there is no row."""
     base = (scripts.LUA / "_lib" / "base.lua").read_text()
     table = (scripts.LUA / "_lib" / "transitions.lua").read_text()
-    text = f"{base}\n{table}\nlocal r = transition(A.event, A.state)\n" + (
+    arguments = (scripts.LUA / "_lib" / "arguments.lua").read_text()
+    text = f"{base}\n{arguments}\n{table}\nlocal r = transitions.row(A.event, A.state)\n" + (
         "if not r then return false end return { r.to, r.code, tostring(r.pinned), r.counts }"
     )
     for event, state in itertools.product([*BY_EVENT, "no_such_event"], STATES):

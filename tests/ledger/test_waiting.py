@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import secrets
 import statistics
+import struct
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -15,9 +15,10 @@ import pytest
 from scheduler import admission, inventory, jobs, scripts
 from scheduler.gateways import gateway_beat
 from scheduler.models import SubmitRequest
-from scheduler.store import Reply, Store, pack
-from tests.ledger.conftest import Tuned
+from scheduler.store import Reply, Store
+from tests.ledger.conftest import Tuned, shift_clock
 from tests.ledger.fake_agent import GIB, MIB, FakeAgent, hosted, ok, request
+from tests.packed import unpack_job
 from vramgate import errors
 
 
@@ -47,13 +48,12 @@ async def _pipelined(store: Store, asked: list[SubmitRequest]) -> None:
     """The calls of `submit`, sent in one write on one connection."""
     commands: list[tuple[Any, ...]] = []
 
-    async def record(name: str, args: Mapping[str, Any], keys: Any, blobs: Any) -> Reply:
-        given = pack({field: value for field, value in args.items() if value is not None})
-        argv = (given, store._script_settings, secrets.token_hex(256), *blobs)
+    async def record(name: str, args: bytes, keys: Any, blobs: Any) -> Reply:
+        argv = (args, store._script_settings, secrets.token_hex(256), *blobs)
         commands.append((scripts.load(name).sha, 1 + len(keys), store.keys.meta, *keys, *argv))
         return Reply("ok", {"job": "", "how": "stored", "state": "", "position": 0, "card": ""}, ())
 
-    real, store._call = store._call, record  # type: ignore[method-assign]
+    real, store._call = store._call, record  # type: ignore[method-assign, assignment]
     try:
         for each in asked:
             await admission.submit(store, each)
@@ -100,8 +100,8 @@ async def test_passing_is_counted_exactly_and_ends_in_a_reservation(tuned: Tuned
     while len(held) or not passes:
         handout = await agent.finish(ok(held.pop(0)), want=16)
         held += handout.jobs
-        view = await store.redis.hget(store.keys.job(big.job_id), "np")
-        passes.append(int(view or 0))
+        record: Any = await store.redis.get(store.keys.job(big.job_id))
+        passes.append(unpack_job(record).get("np", 0))
         if any(job.job_id == big.job_id for job in held):
             break
     assert max(passes) == 5
@@ -302,7 +302,7 @@ async def test_an_outage_does_not_count_into_retry_after(tuned: Tuned) -> None:
     assert before.interval_ms is not None and after.interval_ms is not None
     assert after.interval_ms <= 2 * before.interval_ms + 50
     await _age(store, "echo", ms=60_000)
-    await store.redis.hincrby(store.keys.meta, "last", -60_000)
+    await shift_clock(store, ms=-60_000)
     await agent.beat("ready")
     assert (await inventory.totals(store))["graces"] == 1
     (thawed,) = await inventory.queue(store)
@@ -314,5 +314,5 @@ async def _age(store: Store, model: str, *, ms: int) -> None:
     """As if the last grant of a class were so much longer ago."""
     field: Any = await store.redis.hget(store.keys.name("rate"), model)
     assert field is not None
-    last, _, rest = field.decode().partition("|")
-    await store.redis.hset(store.keys.name("rate"), model, f"{int(last) - ms}|{rest}")
+    last, *rest = struct.unpack("<4d", field)
+    await store.redis.hset(store.keys.name("rate"), model, struct.pack("<4d", last - ms, *rest))

@@ -1,0 +1,56 @@
+-- pool: what every script may need of the pool's own keys: noting the time, counters, hints, lease ids.
+local pool = { has_begun = false, counted = {}, ids_used = 0 }
+
+function pool.note_time()
+  -- Nobody ran a script for half a session: the server was frozen or alone. One TTL of grace, or the first sweep after
+  -- it would declare everybody dead who could not have reached us.
+  if LAST > 0 and NOW - LAST > SESSION_MS / 2 then pool.give_grace() end
+  redis.call('HSET', META, 'clock', struct.pack(CLOCK, NOW, OFFSET, THAWED, ENTERED, ENTERED_PART))
+end
+
+function pool.give_grace()
+  local sessions = redis.call('ZRANGE', key('sessions'), 0, -1, 'WITHSCORES')
+  for i = 1, #sessions, 2 do
+    local kept = math.max(num(sessions[i + 1]), LAST) + (NOW - LAST) + SESSION_MS
+    redis.call('ZADD', key('sessions'), 'XX', int(math.min(kept, NOW + 2 * SESSION_MS)), sessions[i])
+  end
+  THAWED = NOW
+  redis.call('HINCRBY', key('stats'), 'graces', 1)
+end
+
+-- The first write of a script that must also run when memory is full: Redis lets the rest of a script through after a
+-- write that can only free memory (the field does not exist).
+function pool.begin_writes()
+  if pool.has_begun then return end
+  pool.has_begun = true
+  redis.call('HDEL', META, '_')
+  pool.note_time()
+end
+
+function pool.count(name, by)
+  if not next(pool.counted) then at_end[#at_end + 1] = pool.write_counted end
+  pool.counted[name] = (pool.counted[name] or 0) + (by or 1)
+end
+
+function pool.write_counted()
+  for name, by in pairs(pool.counted) do redis.call('HINCRBY', key('stats'), name, int(by)) end
+  pool.counted = {}
+end
+
+function pool.wake(card)
+  local name = key('wake', card)
+  if redis.call('LPUSH', name, '1') > 1 then
+    redis.call('LTRIM', name, 0, 0)
+  else
+    redis.call('PEXPIRE', name, int(SESSION_MS))
+  end
+end
+
+-- Fresh random ids for leases, made by the caller because Lua cannot make any.
+function pool.has_lease_id() return (pool.ids_used + 1) * 32 <= #(ARGV[3] or '') end
+
+function pool.take_lease_id()
+  if not pool.has_lease_id() then return nil end
+  pool.ids_used = pool.ids_used + 1
+  return string.sub(ARGV[3], pool.ids_used * 32 - 31, pool.ids_used * 32)
+end

@@ -1,0 +1,98 @@
+"""Records as the scripts pack them: doubles, strings that end with a zero byte, and a msgpack map of what few
+jobs have. The same names in the same order as `lua/_lib/job.lua` and `lua/_lib/lease.lua`, held equal by a
+test.
+
+The client's part of a job's record is packed here and stored as it is; what a script tells of a job is its
+record.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgpack
+
+from scheduler.models import SubmitRequest
+
+CLIENT_NUMBERS: Final = ("n", "u", "p", "pb", "wl", "rl", "tl", "sy")
+CLIENT_STRINGS: Final = ("m", "c", "t", "k", "gw", "rq")
+FIXED_NUMBERS: Final = ("ct", "sc")
+MOVING_NUMBERS: Final = ("ws", "a", "gr", "rs", "lb", "st", "pk", "rt", "rb")
+MOVING_STRINGS: Final = ("s", "d", "l", "ve", "w")
+
+Job = Mapping[str, Any]
+
+
+def _text(value: str) -> bytes:
+    """A zero byte would end the string too early."""
+    return value.replace("\0", "").encode() + b"\0"
+
+
+def pack_submit(request: SubmitRequest, digest: str) -> bytes:
+    """The arguments of submit. digest: what names the request's idempotency key, empty when it has none."""
+    numbers = (
+        request.lease_bytes,
+        request.units,
+        request.priority,
+        len(request.inputs),
+        request.max_wait_ms,
+        request.run_timeout_ms,
+        request.total_timeout_ms,
+        not request.is_async,
+    )
+    gateway = "" if request.is_async or digest else request.worker
+    model = request.model.partition("@")[0]
+    strings = (model, request.model, request.tenant, digest, gateway, request.request_id or "")
+    return b"".join(
+        [
+            struct.pack("<8d", *numbers),
+            *map(_text, strings),
+            _text(request.worker),
+            struct.pack("<d", request.wants_events),
+            _text(request.fingerprint or ""),
+        ]
+    )
+
+
+class _Reader:
+    """Values one after the other."""
+
+    def __init__(self, packed: bytes) -> None:
+        self._packed = packed
+        self._at = 0
+
+    def numbers(self, names: tuple[str, ...]) -> dict[str, float]:
+        values = struct.unpack_from(f"<{len(names)}d", self._packed, self._at)
+        self._at += 8 * len(names)
+        return dict(zip(names, values, strict=True))
+
+    def strings(self, names: tuple[str, ...]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for name in names:
+            end = self._packed.index(b"\0", self._at)
+            found[name] = self._packed[self._at : end].decode(errors="replace")
+            self._at = end + 1
+        return found
+
+    def rest(self) -> bytes:
+        return self._packed[self._at :]
+
+
+def unpack_job(packed: bytes) -> Job:
+    """A job's record by the short names of `lua/_lib/job.lua`. Raises ValueError for what is none."""
+    reader = _Reader(packed)
+    try:
+        job: dict[str, Any] = {
+            **reader.numbers(CLIENT_NUMBERS),
+            **reader.strings(CLIENT_STRINGS),
+            **reader.numbers(FIXED_NUMBERS),
+            **reader.numbers(MOVING_NUMBERS),
+            **reader.strings(MOVING_STRINGS),
+        }
+    except struct.error as error:
+        raise ValueError(f"{len(packed)} bytes are no record of a job: {error}") from None
+    if more := reader.rest():
+        job |= msgpack.unpackb(more, raw=False, unicode_errors="replace", strict_map_key=False)
+    return job
