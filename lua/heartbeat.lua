@@ -6,13 +6,13 @@
 -- ARGV: arguments {card, session, state, reason, applied, held {lease -> job}, starts, sample, hosted?}, settings, lease ids
 -- Returns: ok {cancels, recalls, disputed {model -> reason}, operator, has_work, more} | lost
 -- Cost: the leases of the card; at most 16 requeued, 16 granted, 16 deadlines, one ended session.
--- include: base arguments pool limits transitions rate lease job settle place agent sweep
+-- include: base arguments pool limits transitions rate lease job settle place agent hosting sweep
 local k = lease.card(A.card)
 if not agent.holds_card(k) then return reply('lost') end
 pool.begin_writes()
 agent.renew(k)
-agent.note_seen(k)
-local disputed = A.hosted and agent.publish(k, A.hosted) or {}
+hosting.note_seen(k)
+local disputed = A.hosted and hosting.publish(k, A.hosted) or {}
 agent.starts(k, A.starts)
 local is_late = A.state == 'ready' and A.applied < k.dq
 if not is_late and (k.ag ~= A.state or redis.call('HGET', key('card', k.id), 'rs') ~= (A.reason or '')) then

@@ -6,7 +6,7 @@
 -- settings, lease ids
 -- Returns: ok {more} | taken {left_ms}
 -- Cost: at most 16 jobs moved; called again while more is 1.
--- include: base arguments pool limits transitions rate lease job settle place agent sweep
+-- include: base arguments pool limits transitions rate lease job settle place agent hosting sweep
 -- First of all, so that a server that was frozen gives its grace before it is asked whose session has ended.
 pool.begin_writes()
 local k = lease.card(A.card)
@@ -31,9 +31,9 @@ k.sid, k.op, k.ag, k.hr = A.session, k.op == '' and 'ready' or k.op, A.state, A.
 lease.save(k)
 redis.call('HSET', key('card', k.id), 'rs', A.reason or '', 'host', A.host, 'nm', A.name, 'ix', int(A.index), 'pr', A.product,
   'pid', int(A.pid), 'si', int(A.simulated))
-agent.publish(k, A.hosted)
+hosting.publish(k, A.hosted)
 redis.call('HINCRBY', META, 'stamp', 1)
-agent.note_seen(k)
+hosting.note_seen(k)
 agent.renew(k)
 agent.sample(k, A.sample)
 place.pump(k.id)

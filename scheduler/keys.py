@@ -8,7 +8,7 @@ vg:{pool}:limits        hash    waiting jobs and payload bytes by pool, model, t
 vg:{pool}:rate          hash    measured grants per class                          owner: the models
 vg:{pool}:sessions      zset    c:<card> | g:<worker> -> end of its session        owner: the sessions
 vg:{pool}:cards         zset    card -> last seen                                  a while (known_ttl_s)
-vg:{pool}:card:<card>   hash    r: state, sample, sums (lease.lua); models (agent.lua) owner: cards
+vg:{pool}:card:<card>   hash    r: state, sample, sums (lease.lua); models (hosting.lua) owner: cards
 vg:{pool}:host:<card>   string  what it hosts, msgpack                             owner: cards
 vg:{pool}:leases:<card> hash    lease id -> record, packed (lease.lua)             owner: cards
 vg:{pool}:ready:<card>  list    jobs leased and not handed out                     owner: cards
