@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 
+from scheduler.embedded import free_port
+from scheduler.settings import load_settings
 from vramgate.cli import background, up
 from vramgate.cli.exits import INTERRUPTED
-from vramgate.cli.stack import Stack, watch_cards
+from vramgate.cli.stack import watch_cards
 
 
 async def test_a_swallowed_cancel_is_repeated() -> None:
@@ -47,18 +49,13 @@ async def test_a_deaf_task_is_waited_for_within_a_bound() -> None:
 
 
 async def test_the_watch_of_cards_ends_by_its_flag() -> None:
-    """Once the flag is set it ends without any cancel."""
+    """Once the flag is set it ends without any cancel, also while nothing answers."""
     stopped = asyncio.Event()
-
-    class Cards(Stack):
-        def __init__(self) -> None:
-            pass
-
-        async def cards(self) -> tuple[()]:
-            stopped.set()
-            return ()
-
-    await asyncio.wait_for(watch_cards(Cards(), up.say, stopped), 5)
+    settings = load_settings(None, redis_url=f"redis://127.0.0.1:{free_port()}/0")
+    watch = asyncio.create_task(watch_cards(settings, up.say, stopped))
+    await asyncio.sleep(0)
+    stopped.set()
+    await asyncio.wait_for(watch, 10)
 
 
 DEAF = """

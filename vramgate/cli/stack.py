@@ -19,7 +19,7 @@ import httpx
 from scheduler import inventory
 from scheduler.embedded import EmbeddedServer, ServerError
 from scheduler.models import CardView
-from scheduler.settings import load_settings
+from scheduler.settings import Settings, load_settings
 from scheduler.store import Store
 from vramgate.cli import background, tables, upfile
 from vramgate.cli.exits import Failure
@@ -253,13 +253,13 @@ async def _is_serving(http: httpx.AsyncClient, url: str) -> bool:
         return False
 
 
-async def watch_cards(stack: Stack, say: Say, stopped: asyncio.Event) -> None:
+async def watch_cards(settings: Settings, say: Say, stopped: asyncio.Event) -> None:
     """Say each change of a card's state and of its models, once. Runs until `stopped` is set or it is
     cancelled.
     """
     said: Mapping[str, str] = {}
-    log = stack.settings.redis.data_dir / "logs" / "agents.log"
-    store = Store(stack.settings, max_connections=2)
+    log = settings.redis.data_dir / "logs" / "agents.log"
+    store = Store(settings, max_connections=2)
     try:
         while not stopped.is_set():
             with contextlib.suppress(VramgateError):

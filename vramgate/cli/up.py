@@ -48,7 +48,7 @@ async def _run(plan: Plan) -> int:
         say("no model is configured: cards will stand idle; write [models.NAME] into vramgate.toml")
 
     async def serve(stopped: asyncio.Event) -> None:
-        watch = asyncio.create_task(watch_cards(stack, say, stopped), name="watch cards")
+        watch = asyncio.create_task(watch_cards(stack.settings, say, stopped), name="watch cards")
         try:
             say("up; Ctrl-C drains and ends it")
             await stopped.wait()
