@@ -6,6 +6,7 @@ Server and gateways are the real ones; the agent is one without torch. tests/cli
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -32,12 +33,36 @@ from vramgate.cli.stack import Plan, Stack
 ROOT = Path(__file__).parents[2]
 
 
+class Started:
+    """The processes below this one that a test started: other tests of the session have theirs, and go on
+    starting some.
+    """
+
+    def __init__(self) -> None:
+        self._others = set(self._children())
+
+    def __iter__(self) -> Iterator[int]:
+        for child in self._children():
+            if child not in self._others:
+                yield child
+                yield from descendants(child)
+
+    def named(self, name: str) -> int:
+        """The first whose command line holds `name`, parents before their children."""
+        return next(pid for pid in self if name in Path(f"/proc/{pid}/cmdline").read_text())
+
+    def _children(self) -> Iterator[int]:
+        for thread in Path("/proc/self/task").glob("*"):
+            with contextlib.suppress(OSError):
+                yield from map(int, (thread / "children").read_text().split())
+
+
 @pytest.fixture(autouse=True)
-def nobody_is_left() -> Iterator[None]:
+def started() -> Iterator[Started]:
     """No process that a test started is there after it."""
-    before = set(descendants(os.getpid()))
-    yield
-    assert not set(descendants(os.getpid())) - before
+    found = Started()
+    yield found
+    assert list(found) == []
 
 
 @pytest.fixture
@@ -71,15 +96,6 @@ async def is_ready(stack: Stack) -> bool:
             return (await http.get(f"{stack.urls[0]}/readyz")).status_code == 200
         except httpx.RequestError:
             return False
-
-
-def pids(name: str) -> list[int]:
-    """Our processes whose command line holds `name`, parents first."""
-    found = []
-    for pid in descendants(os.getpid()):
-        if name in Path(f"/proc/{pid}/cmdline").read_text():
-            found.append(pid)
-    return found
 
 
 async def test_another_gateway_on_the_port_is_not_taken_for_ours(
@@ -163,13 +179,13 @@ async def test_jobs_survive_a_restart_of_everything(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("victim", ["server", "gateway", "stub_agent"])
-async def test_what_is_killed_is_started_again(plan: Plan, victim: str) -> None:
+async def test_what_is_killed_is_started_again(plan: Plan, started: Started, victim: str) -> None:
     """kill -9 of the server, of a gateway or of an agent: said, and after a while all answers as before."""
     said: list[str] = []
     stack = Stack(plan, say=said.append)
     try:
         await stack.start()
-        pid = stack.server_pid if victim == "server" else pids(victim)[0]
+        pid = stack.server_pid if victim == "server" else started.named(victim)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
 
