@@ -140,6 +140,10 @@ class Bench:
         after_s, calls_after = await self._spent()
         return round((after_s - before_s) * 1e6 / (calls_after - calls), 1)
 
+    async def used_bytes(self) -> int:
+        """What the server holds in all."""
+        return int((await self.store.redis.info("memory"))["used_memory"])
+
     async def _spent(self) -> tuple[float, int]:
         cpu = await self.store.redis.info("cpu")
         calls = (await self.store.redis.info("commandstats"))["cmdstat_evalsha"]["calls"]
@@ -235,15 +239,22 @@ async def main(*, with_million: bool, url: str | None) -> None:
         figures: dict[str, dict[str, float]] = {}
         waiting = 0
         for target in (100, 10_000, *([1_000_000] if with_million else [])):
+            bytes_before = await bench.used_bytes()
             await bench.submit(target - waiting - 2000 if target > 2000 else 0)
             submit_us = await bench.cost_us(bench.submit(min(2000, target - waiting)))
+            per_job = round((await bench.used_bytes() - bytes_before) / (target - waiting))
             waiting = target
             rounds = min(ROUNDS, target // BATCH - 5)
             finish_us = await bench.cost_us(bench.finish(rounds))
             await bench.submit(rounds * BATCH)
-            figures[str(target)] = {"submit_us": submit_us, f"finish_{BATCH}_us": finish_us}
+            figures[str(target)] = {
+                "submit_us": submit_us,
+                f"finish_{BATCH}_us": finish_us,
+                "bytes_per_waiting_job": per_job,
+            }
         first, last = figures[min(figures, key=int)], figures[max(figures, key=int)]
-        print(json.dumps(figures | {"growth": {name: round(last[name] / first[name], 2) for name in first}}))
+        growth = {name: round(last[name] / first[name], 2) for name in first if name.endswith("_us")}
+        print(json.dumps(figures | {"growth": growth}))
         await store.close()
         if server is not None:
             await server.stop()
