@@ -103,9 +103,11 @@ class ScriptLine:
             _fail(calls, error)
 
     async def _carry(self, calls: Sequence[_Call], limit: asyncio.Timeout) -> None:
-        connection = await self._connection()
+        connection = self._idle.pop() if self._idle else await self._from_pool()
         is_whole = False
         try:
+            # Here, so that one whose server is gone comes back: it counts in the pool until it is released.
+            await self._pool.ensure_connection(connection)
             commands = [("EVALSHA", call.sha, call.keys, *call.arguments) for call in calls]
             await connection.send_packed_command(connection.pack_commands(commands))
             for call in calls:
@@ -127,13 +129,8 @@ class ScriptLine:
             else:
                 await self._pool.release(connection)
 
-    async def _connection(self) -> AbstractConnection:
-        connection: AbstractConnection
-        if self._idle:
-            connection = self._idle.pop()
-            await self._pool.ensure_connection(connection)
-        else:
-            connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+    async def _from_pool(self) -> AbstractConnection:
+        connection: AbstractConnection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
         return connection
 
     def _go_on(self, limit: asyncio.Timeout) -> None:

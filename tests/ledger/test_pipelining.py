@@ -13,7 +13,10 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from scheduler import inventory, jobs
 from scheduler.pipelining import LARGE_BYTES, MOST_FLIGHTS, ScriptLine
+from scheduler.settings import load_settings
 from scheduler.store import Store
+from tests.conftest import TestServer
+from vramgate.errors import StoreUnavailable
 
 ECHO = "return ARGV[1]"
 BROKEN = "return redis.call('HGET', KEYS[1])"
@@ -132,3 +135,21 @@ async def test_a_loop_of_commands_ends_when_it_is_cancelled(store: Store) -> Non
         task.cancel()
         done, _ = await asyncio.wait({task}, timeout=5)
         assert done and task.cancelled(), f"turn {turn}: the cancel was lost"
+
+
+async def test_outages_use_up_no_connections(own_server: TestServer, pool: str) -> None:
+    """However often the server goes away, each call fails by itself and the next server is reached: whoever
+    has but two connections, as the heartbeat has, still has them.
+    """
+    settings = load_settings(None, redis_url=own_server.url, pool=pool, redis={"command_timeout_s": 1.0})
+    store = await Store.connect(settings, max_connections=2)
+    try:
+        for _ in range(4):
+            await store.run("audit", {"cards": []})
+            own_server.kill()
+            with pytest.raises(StoreUnavailable):
+                await store.run("audit", {"cards": []})
+            own_server.start()
+        await store.run("audit", {"cards": []})
+    finally:
+        await store.close()
