@@ -52,7 +52,7 @@ class _Attached:
     still: tuple[int, float] | None = None
     """The segments that stood while the driver was last read, and when that was."""
     told: tuple[int, int] | None = None
-    """Allocated bytes and segments when a run ended, until a sample has been made of it."""
+    """Allocated bytes and segments when a run ended, until a sample has been made of it or after it."""
 
 
 class Sampler:
@@ -206,6 +206,8 @@ class Sampler:
             if child is not self._child:
                 return None
             self.last, child.still = sample, still
+            # Said before this reading, or so shortly after that another question is cheaper than to tell.
+            child.told = None
         return sample
 
     def _read_driver(self) -> MemoryReading:

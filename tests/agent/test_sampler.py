@@ -107,6 +107,16 @@ async def test_one_word_of_the_child_serves_once(sampler: Sampler, card: _Card) 
     assert card.readings == 2
 
 
+async def test_a_later_reading_outlives_what_a_run_said(sampler: Sampler, child: _Child) -> None:
+    """The next run allocates while the report of the former one waits: a beat saw it, and it stays seen."""
+    await sampler.take()
+    sampler.run_ended(allocated=3 * MIB, segments=1)
+    child.allocated = 18 * MIB
+    await sampler.take()
+    sample = await sampler.after_run(timeout_s=5)
+    assert sample is not None and sample.allocated == 18 * MIB
+
+
 async def test_an_old_reading_serves_nobody(
     sampler: Sampler, card: _Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
