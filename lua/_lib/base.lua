@@ -37,8 +37,9 @@ do
 end
 
 -- What is written once, when the script replies: records and sums that one call changes several times. Records of jobs come
--- last: should the script fail before, a job is as it was, and the audit that follows every failure puts it where it says.
-local at_end = { last = nil }
+-- late: should the script fail before, a job is as it was, and the audit that follows every failure puts it where it says. Only
+-- the indexes that call a job settled come after its record: before, they would hide from the audit that it lives.
+local at_end = { records = nil, settled = nil }
 
 -- A reply: status, then one msgpack map, then binary strings that must not pass through text decoding.
 local function reply(status, fields, ...)
@@ -47,7 +48,8 @@ local function reply(status, fields, ...)
     at_end[at]()
     at = at + 1
   end
-  if at_end.last then at_end.last() end
+  if at_end.records then at_end.records() end
+  if at_end.settled then at_end.settled() end
   fields = fields or {}
   fields.now = NOW
   return { status, cmsgpack.pack(fields), ... }

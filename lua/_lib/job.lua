@@ -84,7 +84,7 @@ end
 
 -- The record is written when the script replies; call it after the last change. Fixed fields never change.
 function job.save(id, j)
-  at_end.last = job.write
+  at_end.records = job.write
   job.unsaved[id], j.packed = j, nil
 end
 
@@ -221,7 +221,7 @@ end
 -- outcome is the record, with r:<job> the result where it is small.
 function job.tell(id, j, events_only, outcome, result)
   for _, worker in ipairs(job.watchers(j, events_only)) do
-    at_end.last = job.write
+    at_end.records = job.write
     local entry = job.told[worker]
     if not entry then
       entry = {}

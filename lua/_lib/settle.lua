@@ -142,7 +142,7 @@ settle.ended = {}
 function settle.note_ended(id, j, is_input_done, ttl_ms)
   local e = settle.ended
   if not e.number then
-    at_end[#at_end + 1] = settle.write_ended
+    at_end.settled = settle.write_ended
     e.number, e.ids, e.expiry, e.inputs, e.gateways = 0, {}, {}, {}, {}
   end
   e.number = e.number + 1

@@ -17,7 +17,7 @@ from scheduler.gateways import gateway_beat
 from scheduler.models import HandedJob
 from scheduler.store import Store
 from tests import packed
-from tests.ledger.fake_agent import GIB, MIB, FakeAgent, failed, hosted, ok, request
+from tests.ledger.fake_agent import GIB, MIB, FakeAgent, failed, hosted, ok, request, said
 from tests.waiting import until
 from vramgate import errors
 
@@ -317,6 +317,28 @@ async def test_a_finish_that_fails_half_way_is_mended_at_once(
     assert (await jobs.view(broken.store, job.job_id)).state in ("queued", "leased")
     assert await broken.redis.zscore(broken.name("deadlines"), job.job_id) is not None
     assert await broken.ends(job.job_id) == "succeeded"
+
+
+async def test_a_script_that_fails_at_its_very_end_is_mended_at_once(broken: Broken) -> None:
+    """One job settled, and the grant of a newer one to another card fails while all is written: no index has
+    called the first one settled before its record does, or a round that has seen as many as live would not
+    reach it.
+    """
+    await broken.submit(2)
+    first, second = await broken.agent.claim()
+    for job in (first, second):
+        broken.agent.start(job)
+    await broken.agent.beat()
+    other = FakeAgent(broken.store, "GPU-b", total=20 * GIB)
+    await other.register()
+    await broken.redis.set(broken.name("ready", other.card), "of a wrong type")
+    with pytest.raises(errors.Internal, match="finish failed"):
+        await broken.agent.finish(failed(first), said(second, "killed"))
+    await broken.redis.delete(broken.name("ready", other.card))
+    await other.beat("down")
+    waiting = [first.job_id, second.job_id]
+    assert all(await broken.redis.zmscore(broken.name("deadlines"), waiting))
+    assert [await broken.ends(job) for job in waiting] == ["succeeded", "succeeded"]
 
 
 async def test_one_record_that_cannot_be_mended_holds_nobody_up(broken: Broken) -> None:
