@@ -138,7 +138,16 @@ function place.fill(k)
   return false
 end
 
+-- Records are read as far as slots are free: of many classes only the first heads of all.
 function place.fill_from(k, ids)
+  for at = 1, #ids, SCAN do
+    if k.nj >= k.sl then return false end
+    if place.fill_part(k, { unpack(ids, at, math.min(at + SCAN - 1, #ids)) }) then return true end
+  end
+  return false
+end
+
+function place.fill_part(k, ids)
   local heads = job.load_all(ids)
   for i, id in ipairs(ids) do
     if k.nj >= k.sl then return false end
