@@ -95,9 +95,11 @@ async def read(request: Request, limit: int) -> bytes:
 
 
 def weigh(request: Request, content: bytes) -> int:
-    """How many bytes' worth of work a body is; a value is worth VALUE_BYTES, however few it has."""
+    """How many bytes' worth of work a body is; a value is worth VALUE_BYTES, however few it has. No more than
+    needed to tell whether that is much.
+    """
     kind = kind_of(headers.get(request, b"content-type"))
-    if kind == "raw" or len(content) * VALUE_BYTES < LARGE_BYTES:
+    if kind == "raw" or not LARGE_BYTES / VALUE_BYTES <= len(content) < LARGE_BYTES:
         return len(content)
     # An element of a packed array may be a single byte.
     values = len(content) if kind == "msgpack" else count_values(content)

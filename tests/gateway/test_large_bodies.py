@@ -11,10 +11,13 @@ from collections.abc import AsyncIterator
 import httpx
 import msgpack
 import pytest
+from starlette.requests import Request
 
+from gateway.body import weigh
 from gateway.decoding import from_binary
 from gateway.parsing import Allowance
 from gateway.shapes import shape_of
+from gateway.threads import LARGE_BYTES
 from scheduler import inventory, jobs
 from scheduler.fingerprint import canonical
 from scheduler.settings import Settings
@@ -110,6 +113,17 @@ def test_packed_arrays_are_counted_before_they_are_unpacked() -> None:
     assert allowance.left == 0
     with pytest.raises(TooLarge):
         from_binary(shape, both, "x", Allowance(39))
+
+
+def test_what_is_large_already_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting the values of 32 MiB takes as long as a hundred small requests, and it is done on the loop."""
+
+    def count(content: bytes) -> int:
+        pytest.fail("the values were counted")
+
+    monkeypatch.setattr("gateway.body.count_values", count)
+    request = Request({"type": "http", "headers": [(b"content-type", JSON.encode())]})
+    assert weigh(request, b" " * LARGE_BYTES) >= LARGE_BYTES
 
 
 HEAVY = [
