@@ -53,7 +53,10 @@ function mend.card(k)
     local record = all[i + 1]
     if record.handed == 0 then
       local j = mend.load(record.job)
-      if j ~= false and not (j and j.s == 'leased' and j.l == all[i]) then
+      if j == false then
+        -- It cannot be handed out, and a call that tried would fail.
+        redis.call('LREM', name, 0, record.job)
+      elseif not (j and j.s == 'leased' and j.l == all[i]) then
         lease.release(k, all[i], record)
         mend.fault('lease')
       elseif not listed[record.job] then
@@ -65,11 +68,11 @@ function mend.card(k)
   end
 end
 
--- The head of a class that is no waiter would be looked at by each grant, for ever.
+-- The head of a class that is no waiter, or cannot be read, would be looked at by each grant, for ever.
 function mend.class(class)
   for _, id in ipairs(redis.call('ZRANGE', key('q', class), 0, SCAN - 1)) do
     local j = mend.load(id)
-    if j ~= false and not (j and j.s == 'queued') then
+    if not (j and j.s == 'queued') then
       redis.call('ZREM', key('q', class), id)
       mend.fault('ghost')
     end
@@ -151,6 +154,8 @@ function mend.try_job(id)
   local is_done, lives = pcall(mend.job, id)
   if is_done then return lives end
   mend.fault('failed')
+  -- Whoever came upon a record that cannot be read would fail, each time.
+  if mend.load(id) == false then redis.call('ZREM', key('deadlines'), id) end
   redis.log(redis.LOG_WARNING, 'job ' .. id .. ' cannot be mended: ' .. tostring(type(lives) == 'table' and lives.err or lives))
   return true
 end

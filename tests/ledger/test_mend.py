@@ -356,3 +356,24 @@ async def test_one_record_that_cannot_be_mended_holds_nobody_up(broken: Broken) 
     assert "queue" in await broken.mended()
     for job in (first, second):
         assert await broken.ends(job) == "succeeded"
+
+
+@pytest.mark.parametrize("is_granted", [True, False])
+async def test_a_record_that_cannot_be_read_holds_up_no_card(broken: Broken, is_granted: bool) -> None:
+    """The call that meets it fails, once: neither the list of its card, nor its queue, nor the sweep of
+    deadlines comes upon it again. Should it be legible later, it is answered.
+    """
+    if not is_granted:
+        await broken.agent.beat("down")
+    (odd,) = await broken.submit(max_wait_ms=60_000)
+    record = await broken.redis.get(broken.name("job", odd))
+    await broken.redis.set(broken.name("job", odd), record[:50])
+    await broken.redis.zadd(broken.name("deadlines"), {odd: 1})
+    with pytest.raises(errors.Internal, match="heartbeat failed"):
+        await broken.agent.beat()
+    await broken.agent.beat()
+    (other,) = await broken.submit()
+    assert await broken.ends(other) == "succeeded"
+    await broken.redis.set(broken.name("job", odd), record)
+    await inventory.audit(broken.store)
+    assert await broken.ends(odd) == "succeeded"
