@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import builtins
 from collections import deque
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import redis.asyncio as aioredis
 from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import ConnectionError, ResponseError, TimeoutError
+from redis.exceptions import ConnectionError, MaxConnectionsError, ResponseError, TimeoutError
 
 T = TypeVar("T")
 MOST_TOGETHER = 64
@@ -62,6 +62,8 @@ class ScriptLine:
         self._waiting: deque[_Call] = deque()
         self._flights: set[asyncio.Task[None]] = set()
         self._alone: set[asyncio.Task[None]] = set()
+        # However many large calls there are, flights find a connection.
+        self._room_alone = asyncio.Semaphore(max(1, self._pool.max_connections - MOST_FLIGHTS))
         self._is_closed = False
 
     async def evalsha(self, sha: str, keys: int, arguments: Sequence[Argument]) -> Any:
@@ -70,7 +72,7 @@ class ScriptLine:
             raise _closed()
         call = _Call(sha, keys, arguments, asyncio.get_running_loop().create_future())
         if sum(map(len, arguments)) > LARGE_BYTES:
-            self._launch([call], self._alone)
+            self._launch(self._fly_alone(call), [call], self._alone)
         else:
             self._waiting.append(call)
             self._depart()
@@ -78,10 +80,13 @@ class ScriptLine:
 
     def _depart(self) -> None:
         if self._waiting and len(self._flights) < MOST_FLIGHTS and not self._is_closed:
-            self._launch(self._board(), self._flights)
+            boarding = self._board()
+            self._launch(self._fly(boarding), boarding, self._flights)
 
-    def _launch(self, calls: Sequence[_Call], group: set[asyncio.Task[None]]) -> None:
-        flight = asyncio.create_task(self._fly(calls), name="scripts")
+    def _launch(
+        self, flying: Coroutine[Any, Any, None], calls: Sequence[_Call], group: set[asyncio.Task[None]]
+    ) -> None:
+        flight = asyncio.create_task(flying, name="scripts")
         group.add(flight)
 
         def land(landed: asyncio.Task[None]) -> None:
@@ -91,6 +96,18 @@ class ScriptLine:
             self._depart()
 
         flight.add_done_callback(land)
+
+    async def _fly_alone(self, call: _Call) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._room_alone.acquire()
+        except builtins.TimeoutError:
+            _fail([call], MaxConnectionsError("large calls before this one have taken all connections"))
+            return
+        try:
+            await self._fly([call])
+        finally:
+            self._room_alone.release()
 
     async def _fly(self, calls: Sequence[_Call]) -> None:
         try:

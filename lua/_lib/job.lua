@@ -18,6 +18,7 @@ local job = { loaded = {}, unsaved = {}, told = {} }
 local FIXED = '<ddddddddssssssdd'
 local MOVING = '<dddddddddsssss'
 local STREAM_TTL_MS = 120000
+local STREAM_ENTRIES, ENTRY_BYTES = 1024, 65536
 local COLON, EVENTS = 58, 101
 
 function job.load(id)
@@ -218,18 +219,19 @@ function job.watchers(j, events_only)
 end
 
 -- What workers are told in this call: one entry of its stream for each. News is a field <job> with nothing in it; an
--- outcome is the record, with r:<job> the result where it is small.
+-- outcome is the record, with r:<job> the result where it is small; so that entries are bounded, what is over is fetched.
 function job.tell(id, j, events_only, outcome, result)
   for _, worker in ipairs(job.watchers(j, events_only)) do
     at_end.records = job.write
     local entry = job.told[worker]
     if not entry then
-      entry = {}
+      entry = { bytes = 0 }
       job.told[worker] = entry
     end
     entry[#entry + 1] = id
     entry[#entry + 1] = outcome or ''
-    if result then
+    if result and entry.bytes + #result <= ENTRY_BYTES then
+      entry.bytes = entry.bytes + #result
       entry[#entry + 1] = 'r:' .. id
       entry[#entry + 1] = result
     end
@@ -239,7 +241,7 @@ end
 function job.write_told()
   for worker, entry in pairs(job.told) do
     local stream = key('st', worker)
-    redis.call('XADD', stream, 'MAXLEN', '~', 4096, '*', unpack(entry))
+    redis.call('XADD', stream, 'MAXLEN', '~', STREAM_ENTRIES, '*', unpack(entry))
     redis.call('PEXPIRE', stream, int(STREAM_TTL_MS))
   end
 end

@@ -79,6 +79,24 @@ async def test_large_calls_do_not_hold_up_small_ones(store: Store, line: ScriptL
     assert answers[-1] == large.encode()
 
 
+async def test_many_large_calls_leave_room_for_the_small_ones(store: Store, line: ScriptLine) -> None:
+    """While the server is busy with the first of more large calls than there are connections, a small one has
+    its answer before the last of them.
+    """
+    echo = await _load(store, ECHO)
+    name, large = store.keys.name("tomb", "x"), "x" * (8 << 20)
+    order: list[str] = []
+
+    async def call(argument: str) -> None:
+        await line.evalsha(echo, 1, (name, argument))
+        order.append(argument[:1])
+
+    await asyncio.gather(*(call(large) for _ in range(12)), call("small"))
+    assert len(order) == 13
+    assert order[-1] == "x", "the small call came last"
+    assert order.index("s") <= 8
+
+
 async def test_a_connection_that_breaks_fails_what_it_carried(store: Store, line: ScriptLine) -> None:
     """With every connection cut, each call either is answered or fails by itself; afterwards all work
     again.

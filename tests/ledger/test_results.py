@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from scheduler import admission, cards, inventory, jobs, results
 from scheduler.models import HandedJob, Report
 from scheduler.store import Store
 from tests.ledger.conftest import Tuned
-from tests.ledger.fake_agent import MIB, FakeAgent, failed, ok, request
+from tests.ledger.fake_agent import MIB, FakeAgent, failed, hosted, ok, request
 from tests.waiting import until
 from vramgate import errors
 
@@ -74,6 +75,26 @@ async def test_a_large_answer_comes_by_reference(
         await agent.finish(ok(job, b"x" * size))
     outcome = await asyncio.wait_for(future, TIMEOUT_S)
     assert outcome.result == b"x" * size
+
+
+async def test_one_entry_of_a_stream_is_bounded(store: Store) -> None:
+    """Answers of one call that are too large together come by reference, and all of them come."""
+    agent = FakeAgent(store, models=(hosted(slots=8),))
+    await agent.register()
+    for _ in range(8):
+        await admission.submit(store, request())
+    handed = await agent.claim()
+    sent = {job.job_id: bytes([at]) * 16_000 for at, job in enumerate(handed)}
+    assert len(sent) == 8
+    await agent.finish(*(ok(job, sent[job.job_id]) for job in handed))
+    entries: Any = await store.redis.xrange(store.keys.name("st", "w1"))
+    assert max(sum(map(len, fields.values())) for _, fields in entries) < 80_000
+    reader = results.ResultReader(store, "w1")
+    futures = [reader.expect(job_id) for job_id in sent]
+    await reader.start()
+    outcomes = await asyncio.wait_for(asyncio.gather(*futures), TIMEOUT_S)
+    assert {outcome.job_id: outcome.result for outcome in outcomes} == sent
+    await reader.close()
 
 
 async def test_an_answer_that_overtakes_the_reply_of_submit_is_kept(
