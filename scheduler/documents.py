@@ -241,12 +241,8 @@ def _measured(sample: Sample) -> Document:
 
 def _view_timing(view: JobView) -> Document:
     end = view.now_ms if view.settled_ms is None else view.settled_ms
-    wait_end = end if view.started_ms is None else view.started_ms
-    return {
-        "wait_ms": max(0, wait_end - view.wait_started_ms),
-        "run_ms": 0 if view.started_ms is None else max(0, end - view.started_ms),
-        "total_ms": max(0, end - view.created_ms),
-    }
+    total_ms = max(0, end - view.created_ms)
+    return {"wait_ms": max(0, total_ms - view.run_ms), "run_ms": view.run_ms, "total_ms": total_ms}
 
 
 def _outcome_timing(outcome: Outcome) -> Document:

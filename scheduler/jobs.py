@@ -25,9 +25,7 @@ def outcome_of(job_id: str, record: bytes, result: bytes | None) -> Outcome:
     none.
     """
     job = records.unpack_job(record)
-    total_ms = int(job["st"] - job["ct"])
-    measured_ms, started_ms = int(job["rt"]), job["rs"]
-    run_ms = measured_ms if measured_ms >= 0 else int(job["st"] - started_ms) if started_ms else 0
+    total_ms, run_ms = int(job["st"] - job["ct"]), _run_ms(job, int(job["st"]))
     return Outcome(
         job_id=job_id,
         state=job["s"],
@@ -45,6 +43,13 @@ def outcome_of(job_id: str, record: bytes, result: bytes | None) -> Outcome:
         attempts=int(job["a"]),
         data={"retry_ms": int(job["ra"])} if "ra" in job else {},
     )
+
+
+def _run_ms(job: records.Job, end_ms: int) -> int:
+    """How long its last run took, or has taken: measured by its agent, else by the ledger's stamps."""
+    if job["rt"] >= 0:
+        return int(job["rt"])
+    return max(0, end_ms - int(job["rs"])) if job["rs"] else 0
 
 
 def _view(told: Mapping[str, Any], record: bytes, now_ms: int) -> JobView:
@@ -75,6 +80,7 @@ def _view(told: Mapping[str, Any], record: bytes, now_ms: int) -> JobView:
         settled_ms=int(job["st"]) or None,
         deadline_ms=int(told["deadline"]) if "deadline" in told else None,
         now_ms=now_ms,
+        run_ms=_run_ms(job, int(job["st"]) or now_ms),
         crashes=int(job.get("cr", 0)),
         losses=int(job.get("ls", 0)),
         code=job.get("co"),

@@ -87,7 +87,8 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """A job as anybody may see it. Times are Redis ms, None where it has not happened.
+    """A job as anybody may see it. Times are Redis ms, None where it has not happened. run_ms: of its last
+    run, so far or in all; what it has lived beside that it has waited.
 
     why: the reason why it waits (`no_ready_card`, `card_full`, `slots`, `behind`, `reserved`,
     `previous_run`), None when it does not.
@@ -117,6 +118,7 @@ class JobView:
     settled_ms: int | None
     deadline_ms: int | None
     now_ms: int
+    run_ms: int
     crashes: int
     losses: int
     code: str | None

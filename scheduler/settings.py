@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from redis.asyncio.connection import parse_url
 
 from vramgate.errors import VramgateError
 from vramgate.quantities import Seconds, Size
@@ -204,6 +205,12 @@ class Settings(BaseSettings):
     models: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")], ModelSettings] = Field(
         default_factory=dict
     )
+
+    @field_validator("redis_url")
+    @classmethod
+    def _is_a_url_of_redis(cls, url: str) -> str:
+        parse_url(url)
+        return url
 
     @classmethod
     def settings_customise_sources(

@@ -156,22 +156,19 @@ class Store:
 
     def _client(self, max_connections: int, *, timeout_s: float | None) -> aioredis.Redis:
         settings = self.settings.redis
-        try:
-            pool = aioredis.BlockingConnectionPool.from_url(
-                self.settings.redis_url,
-                max_connections=max_connections,
-                timeout=settings.command_timeout_s,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=settings.connect_timeout_s,
-                health_check_interval=15,
-                retry=Retry(NoBackoff(), 0),
-                decode_responses=False,
-                protocol=2,
-                redis_connect_func=self._on_connect,
-                **({} if self.settings.redis_url.startswith("unix:") else {"socket_keepalive": True}),
-            )
-        except ValueError as error:
-            raise BadStore(f"redis_url {self.settings.redis_url!r} cannot be used: {error}") from None
+        pool = aioredis.BlockingConnectionPool.from_url(
+            self.settings.redis_url,
+            max_connections=max_connections,
+            timeout=settings.command_timeout_s,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=settings.connect_timeout_s,
+            health_check_interval=15,
+            retry=Retry(NoBackoff(), 0),
+            decode_responses=False,
+            protocol=2,
+            redis_connect_func=self._on_connect,
+            **({} if self.settings.redis_url.startswith("unix:") else {"socket_keepalive": True}),
+        )
         return aioredis.Redis(connection_pool=pool)
 
     def blocking_client(self, block_s: float) -> aioredis.Redis:

@@ -179,7 +179,7 @@ class AsyncClient:
 
     async def _send_until(self, call: _Call, deadline_s: float) -> tuple[httpx.Response, int]:
         """Send `call` until it is answered with 200; or raise its last failure."""
-        deadline = time.monotonic() + deadline_s
+        deadline = (began := time.monotonic()) + deadline_s
         tries, failed_runs, turn = 0, 0, random.randrange(len(self._urls))
         while True:
             tries += 1
@@ -197,6 +197,8 @@ class AsyncClient:
             else:
                 turn += 1
             if time.monotonic() + pause_s >= deadline:
+                if isinstance(failure, errors.Unreachable):
+                    failure.detail += f"; tried for {time.monotonic() - began:.3g} s"
                 raise failure
             await asyncio.sleep(pause_s)
 

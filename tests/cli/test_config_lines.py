@@ -28,6 +28,11 @@ from scheduler.settings import ConfigError, load_settings
             "[clocks]\nbeat_s = 9",
             "configuration: clocks: beat_s is 9.0, above a third of session_s (10.0)",
         ),
+        (
+            'redis_url = "http://box:6379"',
+            "configuration: redis_url: Redis URL must specify one of the following schemes "
+            "(redis://, rediss://, unix://), got 'http://box:6379'",
+        ),
     ],
 )
 def test_the_line_names_the_key_and_the_remedy(tmp_path: Path, text: str, line: str) -> None:

@@ -49,6 +49,7 @@ VIEW = JobView(
     settled_ms=None,
     deadline_ms=41_000,
     now_ms=12_500,
+    run_ms=0,
     crashes=0,
     losses=0,
     code=None,
@@ -131,15 +132,15 @@ def test_a_waiting_job_shows_its_place_and_why() -> None:
     assert document["object"] == "job" and document["state"] == "queued"
     assert (document["position"], document["eta_s"], document["attempts"]) == (3, 2, 1)
     assert document["why"] == "card_full"
-    assert document["timing"] == {"wait_ms": 1500, "run_ms": 0, "total_ms": 2500}
+    assert document["timing"] == {"wait_ms": 2500, "run_ms": 0, "total_ms": 2500}
     assert document["vram"] == {"leased_bytes": 1000, "peak_bytes": 0}
     assert "result" not in document and "error" not in document
 
 
 def test_a_running_job_has_a_run_clock() -> None:
-    """The wait ended when the run began."""
-    running = dataclasses.replace(VIEW, state="running", started_ms=12_000, granted_ms=11_500, position=0)
-    assert documents.job_document(running)["timing"] == {"wait_ms": 1000, "run_ms": 500, "total_ms": 2500}
+    """What it has lived and has not run it has waited, over all its attempts."""
+    running = dataclasses.replace(VIEW, state="running", started_ms=12_000, run_ms=500, position=0)
+    assert documents.job_document(running)["timing"] == {"wait_ms": 2000, "run_ms": 500, "total_ms": 2500}
 
 
 def test_a_succeeded_job_has_a_result() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from scheduler.settings import ConfigError, load_settings
 from vramgate.cli.exits import FAILED, USAGE, Failure
-from vramgate.cli.preflight import check_entrypoints, check_ports, lock_directory
+from vramgate.cli.preflight import check_entrypoints, check_ports, check_simulation, lock_directory
 
 SOURCE = "import vramgate\n\nclass Defects(vramgate.Model):\n    pass\n"
 
@@ -25,6 +25,16 @@ def test_a_port_in_use() -> None:
             check_ports("127.0.0.1", [port])
     assert caught.value.exit_code == FAILED
     check_ports("127.0.0.1", [port])
+
+
+@pytest.mark.parametrize("simulate", ["2x24", "24GiB", "0x24GiB", "2x1MiB", "2x1GiB,scale=0"])
+def test_simulated_cards_that_cannot_be_made(simulate: str) -> None:
+    """A slip in --simulate is usage, and is told before a server runs."""
+    with pytest.raises(Failure, match="simulate = ") as caught:
+        check_simulation(simulate)
+    assert caught.value.exit_code == USAGE
+    check_simulation("2x512MiB")
+    check_simulation(None)
 
 
 @pytest.mark.parametrize(

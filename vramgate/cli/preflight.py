@@ -34,6 +34,18 @@ def check_ports(host: str, ports: Sequence[int]) -> None:
                 ) from None
 
 
+def check_simulation(simulate: str | None) -> None:
+    """Raise Misuse for simulated cards that cannot be made."""
+    if simulate is None:
+        return
+    from gpu_agent.device.simulated import SimSpec  # only who simulates needs the agent's part
+
+    try:
+        SimSpec.parse(simulate)
+    except ValueError as error:
+        raise Misuse(str(error)) from None
+
+
 def check_entrypoints(settings: Settings, config: Path | None) -> None:
     """Raise Misuse for a model whose file or class is not there."""
     file, directories = config_file(config), model_directories(config)

@@ -23,7 +23,7 @@ from scheduler.settings import Settings, load_settings
 from scheduler.store import Store
 from vramgate.cli import background, tables, upfile
 from vramgate.cli.exits import Failure
-from vramgate.cli.preflight import check_entrypoints, check_ports, lock_directory
+from vramgate.cli.preflight import check_entrypoints, check_ports, check_simulation, lock_directory
 from vramgate.cli.service_process import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Say, ServiceProcess
 from vramgate.cli.services import agent_command, gateway_command
 from vramgate.cli.target import Target, open_store
@@ -98,6 +98,7 @@ class Stack:
         """
         check_ports(self.settings.gateway.host, self._ports)
         check_entrypoints(self.settings, self._plan.config)
+        check_simulation(self._plan.simulate)
         self._lock = lock_directory(self.data_dir)
         if self._has_server:
             await self._start_server()

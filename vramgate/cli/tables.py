@@ -105,14 +105,19 @@ def _used(card: Document) -> str:
     return f"{size(used)}/{size(total)}"
 
 
+def _unless_unknown(card: Document, part: str) -> str:
+    """Nothing is known of a card before its first reading, and sums over nothing mean nothing."""
+    return "unknown" if card["measured"] is None else size(card["ledger"][part])
+
+
 CARDS: tuple[Column, ...] = (
     ("NAME", lambda card: card["name"]),
     ("STATE", lambda card: with_reason(card["state"], card["reason"])),
     ("MODELS", lambda card: " ".join(m["id"] if m["ready"] else f"({m['id']})" for m in card["models"])),
     ("RUN", lambda card: f"{card['running']}/{card['jobs']}"),
-    ("USABLE", lambda card: size(card["ledger"]["usable"])),
+    ("USABLE", lambda card: _unless_unknown(card, "usable")),
     ("LEASED", lambda card: size(card["leased_bytes"])),
-    ("FREE", lambda card: size(card["ledger"]["grantable"])),
+    ("FREE", lambda card: _unless_unknown(card, "grantable")),
     ("USED/TOTAL", _used),
 )
 

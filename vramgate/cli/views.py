@@ -196,7 +196,8 @@ def only(found: Sequence[str], prefix: str, *, noun: str) -> str:
         )
     if len(found) > 1:
         some = ", ".join(sorted(found)[:3])
-        raise Misuse(f"{prefix} begins {len(found)} {noun} ids ({some}, ...); write more of it")
+        more = ", ..." if len(found) > 3 else ""
+        raise Misuse(f"{prefix} stands for {len(found)} {noun}s: {some}{more}; write more of the id")
     return found[0]
 
 
