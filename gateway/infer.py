@@ -22,7 +22,7 @@ from gateway.threads import off_loop
 from gateway.waiter import Ended, wait_for_outcome
 from scheduler.fingerprint import canonical, fingerprint
 from scheduler.models import Outcome, SubmitRequest, Submitted
-from vramgate.errors import ClientLeft, Draining, Refused, StoreUnavailable
+from vramgate.errors import ClientLeft, Draining, Lost, Refused, StoreUnavailable, UnknownJob
 
 SETTLE_MARGIN_S = 5.0
 """The ledger settles a job at its total clock; so much later its outcome must have arrived here."""
@@ -53,7 +53,11 @@ async def infer(gateway: Gateway, request: Request) -> Response:
     )
     try:
         response = await _answer(gateway, request, submit, form, preference)
-    except Refused as error:
+    except Refused as failure:
+        error = failure
+        if isinstance(failure, UnknownJob):
+            # Whoever asks for a run names no job: it is the ledger that has forgotten the one that it stored.
+            error = Lost(job_id=failure.job_id, retry_after_s=1)
         refused = gateway.catalogue.forget(entry.asked) if error.code == "unknown_model" else error
         metrics.INFERENCES.labels(entry.name, refused.code).inc()
         if refused.code in _NO_CARD and (why := gateway.catalogue.why_nowhere(entry.name)) is not None:

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from gateway import catalogue
+from scheduler.models import SubmitRequest, Submitted
 from scheduler.settings import Settings
 from scheduler.store import Store
 from tests.conftest import TestServer
@@ -105,3 +106,19 @@ async def test_a_model_that_does_not_come_back_is_unknown(
     assert await infer(caller, "second") == LOST
     monkeypatch.setattr(catalogue, "LATELY_S", 0.0)
     assert await infer(caller, "second") == UNKNOWN
+
+
+async def test_a_job_that_is_lost_as_it_is_accepted_is_503(
+    caller: httpx.AsyncClient, worker: Running, forgetful: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks for a run knows of no job: that the ledger forgot it at once is not their 404."""
+    await agent_of(forgetful, "first").register()
+    submit = worker.gateway.ledger.submit
+
+    async def then_flush(request: SubmitRequest) -> Submitted:
+        submitted = await submit(request)
+        await forgetful.redis.flushall()
+        return submitted
+
+    monkeypatch.setattr(worker.gateway.ledger, "submit", then_flush)
+    assert await infer(caller, "first") == (503, "lost")
