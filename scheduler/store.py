@@ -210,7 +210,8 @@ class Store:
             run_id = self._run_id
             await self.guarded(self._test_features)
             await self.guarded(self._load_scripts)
-            answer = await self._call("recover", {"run_id": run_id or "?"}, (), ())
+            recover = {"run_id": run_id or "?"}
+            answer = await self._guard(lambda: self._call("recover", recover, (), ()))
             self._is_checked = self._run_id == run_id
             if answer.fields["changed"]:
                 log_event(logger, "ledger_recovered", incarnation=answer.fields["incarnation"], run_id=run_id)
