@@ -24,8 +24,14 @@ local COLON, EVENTS = 58, 101
 function job.load(id)
   local j = job.loaded[id]
   if j then return j end
-  local packed = redis.call('GET', key('job', id))
-  return packed and job.unpack(id, packed) or nil
+  return job.read(id, redis.pcall('GET', key('job', id)))
+end
+
+-- A record that cannot be read is none: one such would else stop every call that comes to it, and with them its card or pool.
+function job.read(id, packed)
+  if type(packed) ~= 'string' then return nil end
+  local is_read, j = pcall(job.unpack, id, packed)
+  return is_read and j or nil
 end
 
 -- Several records by one command, in the same order, false for those that are gone.
@@ -43,7 +49,7 @@ function job.load_all(ids)
   for i, id in ipairs(ids) do
     if not found[i] then
       at = at + 1
-      found[i] = packed[at] and job.unpack(id, packed[at])
+      found[i] = job.read(id, packed[at]) or false
     end
   end
   return found

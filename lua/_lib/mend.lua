@@ -26,12 +26,6 @@ end
 -- Begins a new round; one that is on begins anew.
 function mend.begin() redis.call('HSET', META, 'mend', '') end
 
--- The record of a job; false where it cannot be read.
-function mend.load(id)
-  local is_read, j = pcall(job.load, id)
-  return is_read and j
-end
-
 -- A lease that no agent has and no job knows would keep its bytes until the card registers anew; a job that was granted and
 -- stands in no list would never be handed out.
 function mend.card(k)
@@ -52,11 +46,8 @@ function mend.card(k)
     if mend.moved_now >= MOVE_LIMIT then return end
     local record = all[i + 1]
     if record.handed == 0 then
-      local j = mend.load(record.job)
-      if j == false then
-        -- It cannot be handed out, and a call that tried would fail.
-        redis.call('LREM', name, 0, record.job)
-      elseif not (j and j.s == 'leased' and j.l == all[i]) then
+      local j = job.load(record.job)
+      if not (j and j.s == 'leased' and j.l == all[i]) then
         lease.release(k, all[i], record)
         mend.fault('lease')
       elseif not listed[record.job] then
@@ -68,10 +59,10 @@ function mend.card(k)
   end
 end
 
--- The head of a class that is no waiter, or cannot be read, would be looked at by each grant, for ever.
+-- The head of a class that is no waiter would be looked at by each grant, for ever.
 function mend.class(class)
   for _, id in ipairs(redis.call('ZRANGE', key('q', class), 0, SCAN - 1)) do
-    local j = mend.load(id)
+    local j = job.load(id)
     if not (j and j.s == 'queued') then
       redis.call('ZREM', key('q', class), id)
       mend.fault('ghost')
@@ -144,6 +135,9 @@ function mend.job(id)
     mend.settled(id, j)
   elseif not redis.call('ZSCORE', key('expiry'), id) then
     redis.call('ZREM', key('jobs'), id)
+    redis.call('ZREM', key('deadlines'), id)
+    -- What cannot be read may be of another release: for its operator it lies as long as a dead letter.
+    for _, kind in ipairs({ 'job', 'pay', 'ev' }) do redis.call('PEXPIRE', key(kind, id), int(DEAD_LETTER_TTL_MS)) end
     mend.fault('index')
   end
   return false
@@ -154,8 +148,6 @@ function mend.try_job(id)
   local is_done, lives = pcall(mend.job, id)
   if is_done then return lives end
   mend.fault('failed')
-  -- Whoever came upon a record that cannot be read would fail, each time.
-  if mend.load(id) == false then redis.call('ZREM', key('deadlines'), id) end
   redis.log(redis.LOG_WARNING, 'job ' .. id .. ' cannot be mended: ' .. tostring(type(lives) == 'table' and lives.err or lives))
   return true
 end
@@ -165,9 +157,7 @@ function mend.limits()
   if redis.call('ZCARD', key('deadlines')) > LOOK then return end
   local is = {}
   for _, id in ipairs(redis.call('ZRANGE', key('deadlines'), 0, -1)) do
-    local j = mend.load(id)
-    -- What an unreadable record counts for is not known.
-    if j == false then return end
+    local j = job.load(id)
     if j and job.is_live(j) then
       for _, scope in ipairs({ 'p', 'm:' .. j.m, 't:' .. j.t }) do
         local l = is[scope] or { waiting = 0, bytes = 0 }
