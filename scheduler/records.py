@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgpack
 
 from scheduler.models import SubmitRequest
+from vramgate import errors
 
 CLIENT_NUMBERS: Final = ("n", "u", "p", "pb", "wl", "rl", "tl", "sy")
 CLIENT_STRINGS: Final = ("m", "c", "t", "k", "gw", "rq")
@@ -81,7 +82,7 @@ class _Reader:
 
 
 def unpack_job(packed: bytes) -> Job:
-    """A job's record by the short names of `lua/_lib/job.lua`. Raises ValueError for what is none."""
+    """A job's record by the short names of `lua/_lib/job.lua`. Raises errors.Internal for what is none."""
     reader = _Reader(packed)
     try:
         job: dict[str, Any] = {
@@ -91,8 +92,8 @@ def unpack_job(packed: bytes) -> Job:
             **reader.numbers(MOVING_NUMBERS),
             **reader.strings(MOVING_STRINGS),
         }
-    except struct.error as error:
-        raise ValueError(f"{len(packed)} bytes are no record of a job: {error}") from None
-    if more := reader.rest():
-        job |= msgpack.unpackb(more, raw=False, unicode_errors="replace", strict_map_key=False)
+        if more := reader.rest():
+            job |= msgpack.unpackb(more, raw=False, unicode_errors="replace", strict_map_key=False)
+    except (struct.error, ValueError, TypeError) as error:
+        raise errors.Internal(f"{len(packed)} bytes are no record of a job: {error}") from None
     return job

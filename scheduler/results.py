@@ -181,7 +181,12 @@ class ResultReader:
         if not record:
             self._ring(job_id)
             return
-        outcome = jobs.outcome_of(job_id, record, result)
+        try:
+            outcome = jobs.outcome_of(job_id, record, result)
+        except errors.Internal as error:
+            # One entry must not end, or repeat for ever, the reading of the others; the checks ask for it.
+            log_event(logger, "result_unreadable", level=logging.ERROR, job=job_id, error=error.detail)
+            return
         if outcome.state == "succeeded" and result is None:
             task = asyncio.create_task(self._fetch(job_id), name=f"result-{job_id[:8]}")
             self._tasks = [other for other in self._tasks if not other.done()] + [task]

@@ -12,6 +12,7 @@ from scheduler import admission, records, scripts
 from scheduler.store import Store
 from tests import packed
 from tests.ledger.fake_agent import FakeAgent, request
+from vramgate import errors
 
 
 def test_python_and_lua_name_the_same_fields() -> None:
@@ -56,5 +57,7 @@ async def test_a_submitted_record_reads_as_it_was_sent(store: Store) -> None:
     redis: Any = store.redis
     job = records.unpack_job(await redis.get(store.keys.job(asked.job_id)))
     assert (job["n"], job["u"], job["rq"], job["s"], job["w"]) == (123_456_789, 1 / 3, "ab", "queued", "w1")
-    with pytest.raises(ValueError, match="no record of a job"):
-        records.unpack_job(b"nonsense")
+    whole = await redis.get(store.keys.job(asked.job_id))
+    for spoilt in (b"nonsense", whole[:80], whole[:-1], whole + b"\xc1"):
+        with pytest.raises(errors.Internal, match="no record of a job"):
+            records.unpack_job(spoilt)

@@ -97,6 +97,20 @@ async def test_one_entry_of_a_stream_is_bounded(store: Store) -> None:
     await reader.close()
 
 
+async def test_an_entry_that_cannot_be_read_hides_no_other(
+    store: Store, reader: results.ResultReader, agent: FakeAgent
+) -> None:
+    """Answers that come after it are heard as before."""
+    stream: Any = store.keys.name("st", "w1")
+    await store.redis.xadd(stream, {"0" * 32: b"nonsense"})
+    submitted = await admission.submit(store, request())
+    future = reader.expect(submitted.job_id)
+    (job,) = await agent.claim()
+    await agent.finish(ok(job))
+    assert (await asyncio.wait_for(future, TIMEOUT_S)).state == "succeeded"
+    reader.forget(submitted.job_id)
+
+
 async def test_an_answer_that_overtakes_the_reply_of_submit_is_kept(
     store: Store, reader: results.ResultReader, agent: FakeAgent
 ) -> None:
