@@ -314,6 +314,12 @@ def _refuse_unknown_env() -> None:
         raise ConfigError(f"environment variable {name} is no setting of vramgate{_nearest(word)}")
 
 
+def without_password(url: str) -> str:
+    """The address of a ledger as it may be shown."""
+    scheme, separator, rest = str(url).partition("://")
+    return f"{scheme}{separator}{rest.rsplit('@', 1)[-1]}"
+
+
 def _explain(error: ValidationError, path: Path) -> str:
     # An unknown key first: the one that is missing beside it is most often the same, misspelt.
     first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
@@ -328,7 +334,7 @@ def _explain(error: ValidationError, path: Path) -> str:
         said = said.removeprefix("Value error, ")
     elif first["type"] == "string_pattern_mismatch" and loc[-1] == "entrypoint":
         said = "write module:Class or file.py:Class"
-    shown = repr(first.get("input"))
+    shown = repr(without_password(first["input"]) if key == "redis_url" else first.get("input"))
     # A table as a whole, or what the text has named already, is not said again.
     if isinstance(first.get("input"), Mapping | Section) or shown in said:
         return f"configuration: {key}: {said}"

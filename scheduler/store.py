@@ -38,7 +38,7 @@ from scheduler import scripts
 from scheduler.keys import Keys
 from scheduler.logs import log_event
 from scheduler.pipelining import ScriptLine, to_its_end
-from scheduler.settings import Settings
+from scheduler.settings import Settings, without_password
 from vramgate import errors
 
 logger = logging.getLogger("vramgate.ledger")
@@ -234,8 +234,7 @@ class Store:
     @property
     def where(self) -> str:
         """The server's address without its password."""
-        address = self.settings.redis_url.rsplit("@", 1)
-        return address[0] if len(address) == 1 else address[0].split("://", 1)[0] + "://" + address[1]
+        return without_password(self.settings.redis_url)
 
     async def _reload_scripts(self, loads: int) -> None:
         """Once for all who met NOSCRIPT at the same time. loads: as counted before the call that failed."""

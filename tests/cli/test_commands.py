@@ -152,6 +152,7 @@ async def test_cordon_drain_and_uncordon(store: Store, shell: Shell, agent: Fake
         (["jobs", "ffff"], MISSING, "there is no job ffff"),
         (["job", "cancel", "ffff"], MISSING, "there is no job"),
         (["card", "drain", "GPU-zzz"], MISSING, "there is no card"),
+        (["cards", "\x1b[2J"], MISSING, r"there is no card \x1b[2J;"),
         (["models", "nothing"], MISSING, "there is no model nothing; `vramgate models` lists them"),
         (["jobs", "--limit", "0"], USAGE, "--limit"),
         (["jobs", "--state", "done"], USAGE, "'done' is none of queued, leased"),
@@ -210,6 +211,9 @@ async def test_what_up_left_is_found(
     [
         (["infer", "echo", "{"], "the inputs are no JSON"),
         (["infer", "echo", "[1]"], "write an object"),
+        (["infer", "echo", ""], "the inputs are no JSON"),
+        (["infer", "echo", "[" * 3000], "the inputs are no JSON"),
+        (["infer", "echo", "\x1b[2J{"], "the inputs are no JSON"),
         (["infer", "echo", "{}", "--file", "x.wav"], "not both"),
         (["infer", "echo", "--file", "x.wav"], "x.wav cannot be read: No such file"),
         (["infer", "echo", "{}", "--max-wait", "soon"], "--max-wait: 'soon' is not a duration"),

@@ -29,7 +29,7 @@ from scheduler.settings import ConfigError, load_settings
             "configuration: clocks: beat_s is 9.0, above a third of session_s (10.0)",
         ),
         (
-            'redis_url = "http://box:6379"',
+            'redis_url = "http://user:secret@box:6379"',
             "configuration: redis_url: Redis URL must specify one of the following schemes "
             "(redis://, rediss://, unix://), got 'http://box:6379'",
         ),

@@ -91,8 +91,8 @@ def _inputs(text: str | None, file: Path | None) -> dict[str, Any] | None:
             raise Misuse("give JSON or --file, not both: the file is the model's only required field")
         return None
     try:
-        values = json.loads(sys.stdin.read() if text == "-" else text or "{}")
-    except ValueError as error:
+        values = json.loads("{}" if text is None else sys.stdin.read() if text == "-" else text)
+    except (ValueError, RecursionError) as error:
         raise Misuse(f"the inputs are no JSON: {error}") from None
     if not isinstance(values, dict):
         raise Misuse(
