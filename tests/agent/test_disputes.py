@@ -55,15 +55,21 @@ def _start(start_agent: Start, folder: Path, index: int, field: str) -> Agent:
     return start_agent(folder=folder, simulate="2x256MiB", models=MODELS, arguments=card)
 
 
-async def _on_cards(http: httpx.AsyncClient, model: str) -> dict[str, tuple[bool, str | None]]:
-    """Card name -> ready and reason of the model there; /v1/cards and /v1/models say the same."""
-    cards = (await http.get("/v1/cards")).json()["data"]
-    found = {c["name"]: m for c in cards for m in c["models"] if m["id"] == model}
-    by_model = (await http.get(f"/v1/models/{model}")).json()["cards"]
-    names = {card["id"]: card["name"] for card in cards}
-    said = {names[card["id"]]: (card["ready"], card["reason"]) for card in by_model}
-    assert said == {name: (m["ready"], m["reason"]) for name, m in found.items()}
-    return said
+OnCards = dict[str, tuple[bool, str | None]]
+
+
+async def _are_said(http: httpx.AsyncClient, model: str, expected: OnCards) -> None:
+    """Wait until /v1/cards and /v1/models say the same: card name -> ready and reason of the model there."""
+
+    async def check() -> bool:
+        cards = (await http.get("/v1/cards")).json()["data"]
+        found = {c["name"]: (m["ready"], m["reason"]) for c in cards for m in c["models"] if m["id"] == model}
+        by_model = (await http.get(f"/v1/models/{model}")).json()["cards"]
+        names = {card["id"]: card["name"] for card in cards}
+        said = {names.get(card["id"]): (card["ready"], card["reason"]) for card in by_model}
+        return all(found.get(name) == said.get(name) == what for name, what in expected.items())
+
+    await until(f"{model} on the cards is {expected}", check)
 
 
 async def _infer(http: httpx.AsyncClient, **inputs: str) -> dict[str, Any]:
@@ -82,8 +88,8 @@ async def test_two_contracts_under_one_version(
     second = _start(start_agent, tmp_path / "b", 1, "audio")
     await own_caller.logged(second, "card_ready")
     assert (await own_caller.logged(second, "version_disputed"))["reason"] == REASON
-    assert await _on_cards(http, "speech") == {"box:0": (True, None), "box:1": (False, REASON)}
-    assert await _on_cards(http, "echo") == {"box:0": (True, None), "box:1": (True, None)}
+    await _are_said(http, "speech", {"box:0": (True, None), "box:1": (False, REASON)})
+    await _are_said(http, "echo", {"box:0": (True, None), "box:1": (True, None)})
 
     answers = await asyncio.gather(*(_infer(http, text=str(i)) for i in range(12)))
     assert [each["outputs"] for each in answers] == [str(i) for i in range(12)]
@@ -100,5 +106,5 @@ async def test_two_contracts_under_one_version(
     answer = await until("callers are held to the second one's schema", is_taken)
     assert (answer["outputs"], answer["card"]) == ("y", second.events("card_registered")[0]["card"])
     assert (await _infer(http, text="x"))["code"] == "invalid_input"
-    assert (await _on_cards(http, "speech"))["box:1"] == (True, None)
+    await _are_said(http, "speech", {"box:1": (True, None)})
     assert [len(second.events(name)) for name in ("version_disputed", "version_free")] == [1, 1]

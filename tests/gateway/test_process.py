@@ -213,7 +213,7 @@ async def test_it_says_in_one_line_why_it_does_not_start(
         (await refused("--port", "0", "--config", str(typo)), 2, "gateway.port"),
         (await refused("--port", "0", "--config", str(tmp_path / "none.toml")), 2, "does not exist"),
         (await refused("--port", "0", "--workers", "0", *store), 2, "workers"),
-        (await refused("--port", "0", "--redis", "http://x"), 1, "redis_url"),
+        (await refused("--port", "0", "--redis", "http://x"), 2, "redis_url"),
     ]
     taken.close()
     for (code, said), expected, words in cases:
