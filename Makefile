@@ -25,7 +25,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Native tracebacks: pytest's own parse the source, which on Python 3.11 can end a test process with a SystemError.
 XDIST := -n $(TEST_WORKERS) --dist loadfile --tb=native
 # The tests in which the kind of server can make a difference; the others run once.
-ON_EVERY_SERVER := tests/ledger tests/gateway tests/system
+ON_EVERY_SERVER := tests/ledger tests/system $(patsubst %,tests/gateway/test_%.py,events infer jobs service)
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test check bench fmt redis-server nginx $(TEST_SERVERS:%=test-%)
