@@ -66,11 +66,14 @@ function agent.sample(k, s)
   lease.save(k)
 end
 
--- Puts a job back into the queue at its old place; its wait clock starts anew.
+-- Puts a job back into the queue at its old place. The wait clock of one that ran starts anew; of one that was only moved it
+-- goes on, so that moves between cards neither outlast its limit nor cost it its age.
 function agent.requeue(id, j, event)
+  local has_run = j.s == 'running'
   if not job.set_state(id, j, event) then return false end
   pool.count('requeued.' .. event)
-  j.ws, j.d, j.l, j.gr, j.rs = NOW, '', '', 0, 0
+  if has_run then j.ws = NOW end
+  j.d, j.l, j.gr, j.rs = '', '', 0, 0
   job.enqueue(id, j)
   job.schedule(id, j)
   redis.call('DEL', key('ev', id))

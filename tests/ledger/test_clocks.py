@@ -123,27 +123,47 @@ async def test_a_start_is_never_before_its_grant(store: Store) -> None:
     assert view.started_ms == view.granted_ms
 
 
-async def test_a_requeue_resets_the_wait_clock_and_never_the_total_one(store: Store) -> None:
-    """Given back again and again, the job waits anew each time, until its total limit ends it."""
+async def test_a_run_that_was_cut_off_resets_the_wait_clock_and_never_the_total_one(store: Store) -> None:
+    """Started and given back again and again, the job waits anew each time, until its total limit ends it."""
     agent = FakeAgent(store)
     await agent.register()
     asked = await admission.submit(store, request(max_wait_ms=300, total_timeout_ms=900))
     first = await jobs.view(store, asked.job_id)
     last_wait = 0
 
-    async def give_back() -> bool:
+    async def cut_off() -> bool:
         nonlocal last_wait
         for job in await agent.claim():
-            await agent.finish(said(job, "give_back"))
+            agent.start(job)
+            await agent.finish(said(job, "killed"))
         view = await jobs.view(store, asked.job_id)
         last_wait = max(last_wait, view.wait_started_ms)
         return await _settled(store, asked.job_id)
 
-    await until("the total clock passed", give_back, pause_s=0.1)
+    await until("the total clock passed", cut_off, pause_s=0.1)
     view = await jobs.view(store, asked.job_id)
     assert (view.state, view.code) == ("expired", "total_timeout")
     assert last_wait > first.wait_started_ms + 300, "waited longer than one limit in all"
     assert view.settled_ms is not None and 900 <= view.settled_ms - view.created_ms < 1500
+    await agent.beat()
+
+
+async def test_a_move_does_not_reset_the_wait_clock(store: Store) -> None:
+    """Handed out and given back again and again without a start, the job is ended by its wait limit."""
+    agent = FakeAgent(store)
+    await agent.register()
+    asked = await admission.submit(store, request(max_wait_ms=300, total_timeout_ms=5000))
+
+    async def give_back() -> bool:
+        for job in await agent.claim():
+            await agent.finish(said(job, "give_back"))
+        return await _settled(store, asked.job_id)
+
+    await until("a clock passed", give_back, pause_s=0.05)
+    view = await jobs.view(store, asked.job_id)
+    assert (view.state, view.code) == ("expired", "wait_timeout")
+    assert view.attempt > 1 and view.wait_started_ms == view.created_ms
+    assert view.settled_ms is not None and 300 <= view.settled_ms - view.created_ms < 1500
     await agent.beat()
 
 
