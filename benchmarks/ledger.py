@@ -26,10 +26,12 @@ import msgpack
 
 from scheduler import cards, scripts
 from scheduler.embedded import EmbeddedServer, bound_to_owner, find_server, free_port
-from scheduler.models import CardRegistration, HandedJob, HostedModel, Report, Sample, SubmitRequest
+from scheduler.handover import HandedJob, Report
 from scheduler.records import pack_submit
+from scheduler.registration import CardRegistration, HostedModel, Sample
 from scheduler.settings import Settings, load_settings
 from scheduler.store import Store
+from scheduler.submissions import SubmitRequest
 from vramgate import errors
 
 MIB = 2**20

@@ -23,7 +23,8 @@ from gateway.ledger import Ledger
 from gateway.validation import InputReader
 from scheduler import estimates
 from scheduler.logs import log_event
-from scheduler.models import HostedModel, ModelView
+from scheduler.registration import HostedModel
+from scheduler.views import ModelView
 from vramgate.errors import NoReadyCard, Refused, UnknownModel
 
 logger = logging.getLogger("gateway")

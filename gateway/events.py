@@ -29,7 +29,9 @@ from gateway.headers import ANONYMOUS
 from gateway.waiter import until_disconnect
 from scheduler import documents
 from scheduler.logs import log_event
-from scheduler.models import SETTLED, JobView, Outcome, SubmitRequest
+from scheduler.states import SETTLED
+from scheduler.submissions import Outcome, SubmitRequest
+from scheduler.views import JobView
 from vramgate.errors import Draining, Lost, Malformed, StoreUnavailable, UnknownJob
 from vramgate.quantities import seconds_up
 

@@ -21,7 +21,7 @@ from gateway.headers import ANONYMOUS, Form, Preference
 from gateway.threads import off_loop
 from gateway.waiter import Ended, wait_for_outcome
 from scheduler.fingerprint import canonical, fingerprint
-from scheduler.models import Outcome, SubmitRequest, Submitted
+from scheduler.submissions import Outcome, SubmitRequest, Submitted
 from vramgate.errors import ClientLeft, Draining, Lost, Refused, StoreUnavailable, UnknownJob
 
 SETTLE_MARGIN_S = 5.0

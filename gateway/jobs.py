@@ -19,7 +19,9 @@ from gateway.headers import ANONYMOUS, Form
 from gateway.threads import off_loop
 from gateway.waiter import wait_for_outcome
 from scheduler import documents
-from scheduler.models import SETTLED, JobView, Outcome, State
+from scheduler.states import SETTLED, State
+from scheduler.submissions import Outcome
+from scheduler.views import JobView
 from vramgate.errors import InvalidInput
 
 MAX_WAIT_S = 3600.0

@@ -23,21 +23,12 @@ from dataclasses import dataclass
 from gateway import metrics
 from scheduler import admission, gateways, inventory, jobs, results
 from scheduler.logs import log_event
-from scheduler.models import (
-    CardView,
-    JobView,
-    LeaseView,
-    ModelView,
-    OperatorState,
-    Outcome,
-    Page,
-    QueueView,
-    SubmitRequest,
-    Submitted,
-)
 from scheduler.settings import Settings
 from scheduler.silence import Silence
+from scheduler.states import OperatorState
 from scheduler.store import BadStore, Store
+from scheduler.submissions import Outcome, SubmitRequest, Submitted
+from scheduler.views import CardView, JobView, LeaseView, ModelView, Page, QueueView
 from vramgate.errors import StoreUnavailable
 
 logger = logging.getLogger("gateway")

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from gateway.options import Options
 from gateway.problems import PROBLEM_JSON
 from gateway.routes import OPERATIONS, Operation
-from scheduler.models import OperatorState, State
+from scheduler.states import OperatorState, State
 from vramgate.errors import TABLE
 
 Json = dict[str, Any]

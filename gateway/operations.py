@@ -11,7 +11,7 @@ from gateway import body, headers, paths, rendering
 from gateway.context import Gateway
 from gateway.parsing import Allowance, parse_json
 from scheduler import documents
-from scheduler.models import OperatorState
+from scheduler.states import OperatorState
 from vramgate.errors import InvalidInput, UnsupportedMediaType
 
 STATES: tuple[str, ...] = get_args(OperatorState)

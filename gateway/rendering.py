@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from gateway.headers import Form
 from scheduler import documents
-from scheduler.models import JobView, Outcome
+from scheduler.submissions import Outcome
+from scheduler.views import JobView
 
 MEDIA_TYPES = {"json": "application/json", "msgpack": "application/msgpack"}
 VARY = "Accept, Prefer"

@@ -20,7 +20,7 @@ from gateway import decoding
 from gateway.body import Body
 from gateway.parsing import Allowance
 from gateway.shapes import ANYTHING, BYTES_FORMATS, shape_of
-from scheduler.models import HostedModel
+from scheduler.registration import HostedModel
 from vramgate.errors import InputError, InvalidInput, UnsupportedMediaType
 from vramgate.model import schema_defaults
 from vramgate.units import compile_units

@@ -14,7 +14,7 @@ from starlette.types import Receive
 
 from gateway import metrics
 from gateway.lifecycle import Lifecycle
-from scheduler.models import Outcome
+from scheduler.submissions import Outcome
 
 
 class Ended(enum.Enum):

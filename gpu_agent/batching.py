@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from scheduler.models import HandedJob
+from scheduler.handover import HandedJob
 
 
 def form_batch(

@@ -6,7 +6,7 @@ of eyes that stays honest when the ledger has lost its last writes.
 
 from __future__ import annotations
 
-from scheduler.models import Sample
+from scheduler.registration import Sample
 
 
 def usable_bytes(sample: Sample, *, headroom: int) -> int:

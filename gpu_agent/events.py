@@ -16,8 +16,8 @@ from typing import Any
 import msgpack
 
 from scheduler import cards
+from scheduler.handover import HandedJob
 from scheduler.logs import log_event
-from scheduler.models import HandedJob
 from scheduler.store import Store
 from vramgate.errors import VramgateError
 

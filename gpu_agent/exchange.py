@@ -19,8 +19,8 @@ from gpu_agent.held import Held
 from gpu_agent.intake import Intake
 from gpu_agent.sampler import Sampler
 from scheduler import cards, jobs, results
+from scheduler.handover import HandedJob, Handout, Report, Start
 from scheduler.logs import log_event
-from scheduler.models import HandedJob, Handout, Report, Start
 from scheduler.store import Store
 from vramgate.errors import Internal, StoreUnavailable
 

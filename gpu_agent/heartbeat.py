@@ -21,8 +21,8 @@ from gpu_agent.ending import happens_within
 from gpu_agent.sampler import Sampler
 from scheduler import cards
 from scheduler.cards import SessionLost
+from scheduler.handover import Beat, BeatAnswer
 from scheduler.logs import log_event
-from scheduler.models import Beat, BeatAnswer
 from scheduler.settings import Settings
 from scheduler.silence import Silence
 from scheduler.store import Store

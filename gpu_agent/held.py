@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from scheduler.models import HandedJob, OutcomeKind, Report, Start
+from scheduler.handover import HandedJob, OutcomeKind, Report, Start
 
 
 class Held:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from gpu_agent.estimate import Estimate
 from scheduler.logs import log_event
-from scheduler.models import HostedModel
+from scheduler.registration import HostedModel
 from scheduler.settings import ModelSettings, Settings
 from vramgate.model import BatchUnits, batch_need
 

@@ -18,8 +18,9 @@ from gpu_agent import budget
 from gpu_agent.batching import form_batch
 from gpu_agent.held import Held
 from gpu_agent.hosting import CardModel, CardModels
+from scheduler.handover import Cancel, HandedJob, Handout, OutcomeKind, Report
 from scheduler.logs import log_event
-from scheduler.models import Cancel, HandedJob, Handout, OutcomeKind, Report, Sample
+from scheduler.registration import Sample
 
 _LOG = logging.getLogger(__name__)
 WATCHDOG_SLACK_S = 5.0

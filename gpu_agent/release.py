@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gpu_agent.budget import foreign_bytes
 from gpu_agent.device.reading import CardUnreadable, MemoryReading
 from gpu_agent.sampler import Sampler
-from scheduler.models import Sample
+from scheduler.registration import Sample
 
 INTERVAL_S = 0.02
 _MIB = 1024 * 1024

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from gpu_agent.clock import ServerClock
 from gpu_agent.device.reading import CardUnreadable, DriverCard, MemoryReading
 from gpu_agent.ipc import Broken, Channel
-from scheduler.models import Sample
+from scheduler.registration import Sample
 
 T = TypeVar("T")
 TRIES = 3

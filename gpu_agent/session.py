@@ -24,7 +24,7 @@ from gpu_agent.voice import Voice
 from scheduler import cards
 from scheduler.cards import CardTaken, SessionLost, StaleSeq
 from scheduler.logs import log_event
-from scheduler.models import CardRegistration
+from scheduler.registration import CardRegistration
 from scheduler.store import Store
 from vramgate.errors import StoreUnavailable, VramgateError
 

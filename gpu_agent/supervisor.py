@@ -38,8 +38,9 @@ from gpu_agent.spares import Spares
 from gpu_agent.voice import Voice
 from scheduler import inventory
 from scheduler.cards import WakeListener
+from scheduler.handover import BeatAnswer, HandedJob
 from scheduler.logs import log_event
-from scheduler.models import BeatAnswer, CardRegistration, HandedJob
+from scheduler.registration import CardRegistration
 from scheduler.settings import Settings
 from scheduler.store import Store
 from vramgate.errors import StoreUnavailable, VramgateError

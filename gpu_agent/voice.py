@@ -12,7 +12,9 @@ from collections.abc import Callable
 from gpu_agent.heartbeat import Word
 from gpu_agent.held import Held
 from gpu_agent.hosting import CardModels
-from scheduler.models import AgentState, Beat, HostedModel
+from scheduler.handover import Beat
+from scheduler.registration import HostedModel
+from scheduler.states import AgentState
 
 
 class Voice:

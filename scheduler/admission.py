@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from scheduler import jobs, records
-from scheduler.models import JobView, SubmitRequest, Submitted
 from scheduler.store import Reply, Store
+from scheduler.submissions import SubmitRequest, Submitted
+from scheduler.views import JobView
 from vramgate import errors
 from vramgate.quantities import seconds_up
 

@@ -15,18 +15,8 @@ import msgpack
 from redis.exceptions import RedisError
 
 from scheduler import records
-from scheduler.models import (
-    Beat,
-    BeatAnswer,
-    Cancel,
-    CardRegistration,
-    HandedJob,
-    Handout,
-    HostedModel,
-    Report,
-    Sample,
-    Start,
-)
+from scheduler.handover import Beat, BeatAnswer, Cancel, HandedJob, Handout, Report, Start
+from scheduler.registration import CardRegistration, HostedModel, Sample
 from scheduler.store import Reply, Store
 from vramgate import errors
 

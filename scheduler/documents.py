@@ -16,17 +16,10 @@ from typing import Any
 
 import msgpack
 
-from scheduler.models import (
-    SETTLED,
-    CardView,
-    HostedModel,
-    JobView,
-    LeaseView,
-    ModelView,
-    Outcome,
-    QueueView,
-    Sample,
-)
+from scheduler.registration import HostedModel, Sample
+from scheduler.states import SETTLED
+from scheduler.submissions import Outcome
+from scheduler.views import CardView, JobView, LeaseView, ModelView, QueueView
 from vramgate import errors
 from vramgate.quantities import seconds_up
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from scheduler.models import HostedModel
+from scheduler.registration import HostedModel
 
 STEPS_PER_OCTAVE = 4
 

@@ -9,17 +9,10 @@ from typing import Any
 import msgpack
 
 from scheduler.cards import unpack_hosted
-from scheduler.models import (
-    CardView,
-    HostedModel,
-    LeaseView,
-    Ledger,
-    ModelView,
-    OperatorState,
-    QueueView,
-    Sample,
-)
+from scheduler.registration import HostedModel, Sample
+from scheduler.states import OperatorState
 from scheduler.store import Reply, Store
+from scheduler.views import CardView, LeaseView, Ledger, ModelView, QueueView
 from vramgate import errors
 
 

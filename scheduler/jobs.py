@@ -9,8 +9,10 @@ from typing import Any
 import msgpack
 
 from scheduler import records
-from scheduler.models import SETTLED, JobView, Outcome, Page
+from scheduler.states import SETTLED
 from scheduler.store import Reply, Store
+from scheduler.submissions import Outcome
+from scheduler.views import JobView, Page
 from vramgate import errors
 
 

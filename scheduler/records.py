@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgpack
 
-from scheduler.models import SubmitRequest
+from scheduler.submissions import SubmitRequest
 from vramgate import errors
 
 CLIENT_NUMBERS: Final = ("n", "u", "p", "pb", "wl", "rl", "tl", "sy")

@@ -21,8 +21,8 @@ from redis.exceptions import RedisError
 
 from scheduler import jobs
 from scheduler.logs import log_event
-from scheduler.models import Outcome
 from scheduler.store import Store
+from scheduler.submissions import Outcome
 from vramgate import errors
 
 logger = logging.getLogger("vramgate.results")

@@ -19,8 +19,10 @@ from gpu_agent.device.simulated import SimulatedCard
 from scheduler import admission, inventory, jobs
 from scheduler.estimates import lease_bytes
 from scheduler.fingerprint import canonical
-from scheduler.models import CardView, HostedModel, JobView, Outcome, SubmitRequest
+from scheduler.registration import HostedModel
 from scheduler.store import Store
+from scheduler.submissions import Outcome, SubmitRequest
+from scheduler.views import CardView, JobView
 from tests.waiting import PATIENCE_S, is_running, until
 
 MODELS_FILE = Path(__file__).parent / "models_plain.py"

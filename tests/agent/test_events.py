@@ -11,7 +11,7 @@ import pytest
 
 from gpu_agent.events import MOST_GATHERED, Emitter
 from scheduler import cards
-from scheduler.models import HandedJob
+from scheduler.handover import HandedJob
 from scheduler.settings import Settings
 from scheduler.store import Store
 

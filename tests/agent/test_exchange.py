@@ -19,9 +19,11 @@ from gpu_agent.hosting import CardModels
 from gpu_agent.intake import Intake, Surroundings
 from scheduler import admission, cards, inventory, jobs, results
 from scheduler.fingerprint import canonical
-from scheduler.models import Beat, CardRegistration, Sample, SubmitRequest
+from scheduler.handover import Beat
+from scheduler.registration import CardRegistration, Sample
 from scheduler.settings import Settings, load_settings
 from scheduler.store import Store
+from scheduler.submissions import SubmitRequest
 from tests.waiting import until
 from vramgate.errors import StoreUnavailable
 

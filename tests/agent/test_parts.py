@@ -33,8 +33,9 @@ from gpu_agent.estimate import Estimate
 from gpu_agent.hosting import CardModels
 from gpu_agent.ipc import Broken, Channel, pack_frame, read_frame
 from gpu_agent.release import Baseline
+from scheduler.handover import HandedJob
 from scheduler.logs import log_event, setup_logging
-from scheduler.models import HandedJob, Sample
+from scheduler.registration import Sample
 from scheduler.settings import load_settings
 from tests.agent.models_plain import Echo
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from scheduler.models import Outcome
 from scheduler.settings import load_settings
 from scheduler.store import Store
+from scheduler.submissions import Outcome
 from tests.agent.conftest import Start
 from tests.agent.harness import Agent, Caller, outputs
 from tests.conftest import TestServer

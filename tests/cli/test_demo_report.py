@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scheduler.models import CardView, Ledger, Sample
+from scheduler.registration import Sample
+from scheduler.views import CardView, Ledger
 from vramgate import errors
 from vramgate.cli.demo_load import Request, Tally, cut, make_requests
 from vramgate.cli.demo_report import Evidence, Peaks, percentile, print_report, promises, runs_again

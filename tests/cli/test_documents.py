@@ -9,17 +9,9 @@ import msgpack
 import pytest
 
 from scheduler import documents
-from scheduler.models import (
-    CardView,
-    HostedModel,
-    JobView,
-    LeaseView,
-    Ledger,
-    ModelView,
-    Outcome,
-    QueueView,
-    Sample,
-)
+from scheduler.registration import HostedModel, Sample
+from scheduler.submissions import Outcome
+from scheduler.views import CardView, JobView, LeaseView, Ledger, ModelView, QueueView
 
 JOB = "0f" * 16
 LEASE = "1e" * 16

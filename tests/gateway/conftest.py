@@ -15,7 +15,8 @@ import uvicorn
 from gateway.app import create_app
 from gateway.context import Gateway
 from gateway.protocol import BoundedProtocol
-from scheduler.models import HandedJob, HostedModel, Report
+from scheduler.handover import HandedJob, Report
+from scheduler.registration import HostedModel
 from scheduler.settings import Settings
 from scheduler.store import Store
 from tests.ledger.fake_agent import FakeAgent, ok

@@ -13,7 +13,7 @@ import pytest
 
 from gateway.events import Teller, parse_event_id
 from scheduler import cards, jobs
-from scheduler.models import HandedJob, Report
+from scheduler.handover import HandedJob, Report
 from scheduler.store import Store
 from tests.gateway.conftest import Answerer, Running
 from tests.ledger.fake_agent import FakeAgent, failed, ok

@@ -11,7 +11,7 @@ import msgpack
 import pytest
 
 from scheduler import inventory, jobs
-from scheduler.models import HandedJob, Report
+from scheduler.handover import HandedJob, Report
 from scheduler.settings import Settings
 from scheduler.store import Store
 from tests.gateway.conftest import Answerer, Gate, Running, hosted, run_gateway

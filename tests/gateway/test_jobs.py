@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from scheduler.models import HandedJob, Report
+from scheduler.handover import HandedJob, Report
 from scheduler.store import Store
 from tests.gateway.conftest import Answerer, Running
 from tests.ledger.fake_agent import FakeAgent, failed

@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from gateway import catalogue
-from scheduler.models import SubmitRequest, Submitted
 from scheduler.settings import Settings
 from scheduler.store import Store
+from scheduler.submissions import SubmitRequest, Submitted
 from tests.conftest import TestServer
 from tests.gateway.conftest import MIB, Running, hosted, run_gateway
 from tests.ledger.fake_agent import FakeAgent

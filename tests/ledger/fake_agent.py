@@ -9,20 +9,10 @@ from typing import Literal
 
 from scheduler import cards
 from scheduler.fingerprint import canonical, fingerprint
-from scheduler.models import (
-    Beat,
-    BeatAnswer,
-    CardRegistration,
-    HandedJob,
-    Handout,
-    HostedModel,
-    OutcomeKind,
-    Report,
-    Sample,
-    Start,
-    SubmitRequest,
-)
+from scheduler.handover import Beat, BeatAnswer, HandedJob, Handout, OutcomeKind, Report, Start
+from scheduler.registration import CardRegistration, HostedModel, Sample
 from scheduler.store import Store
+from scheduler.submissions import SubmitRequest
 
 GIB = 2**30
 MIB = 2**20

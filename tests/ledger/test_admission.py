@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scheduler import admission, inventory, jobs
-from scheduler.models import OperatorState
+from scheduler.states import OperatorState
 from scheduler.store import Store
 from tests import packed
 from tests.ledger.conftest import Tuned

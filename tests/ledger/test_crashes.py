@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scheduler import admission, cards, inventory, jobs
 from scheduler.gateways import gateway_beat
-from scheduler.models import OutcomeKind
+from scheduler.handover import OutcomeKind
 from scheduler.store import Store
 from tests.ledger.conftest import Tuned
 from tests.ledger.fake_agent import GIB, FakeAgent, ok, request, said

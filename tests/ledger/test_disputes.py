@@ -11,7 +11,8 @@ import pytest
 
 from scheduler import admission, cards, inventory, jobs
 from scheduler.gateways import gateway_beat
-from scheduler.models import HostedModel, OperatorState
+from scheduler.registration import HostedModel
+from scheduler.states import OperatorState
 from scheduler.store import Store
 from tests import packed
 from tests.invariants import check_versions

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from scheduler import admission, cards, inventory, jobs, results
-from scheduler.models import HandedJob, Handout, Report
+from scheduler.handover import HandedJob, Handout, Report
 from scheduler.store import Store
 from tests.ledger.fake_agent import GIB, FakeAgent, hosted, ok, request, said
 

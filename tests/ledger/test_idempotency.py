@@ -8,9 +8,9 @@ import pytest
 
 from scheduler import admission, inventory, jobs
 from scheduler.gateways import gateway_beat
-from scheduler.models import SubmitRequest
 from scheduler.settings import Settings
 from scheduler.store import Store
+from scheduler.submissions import SubmitRequest
 from tests.ledger.fake_agent import GIB, FakeAgent, failed, ok, request, said
 from tests.waiting import until
 from vramgate import errors

@@ -14,7 +14,7 @@ import pytest
 
 from scheduler import admission, inventory, jobs
 from scheduler.gateways import gateway_beat
-from scheduler.models import HandedJob
+from scheduler.handover import HandedJob
 from scheduler.store import Store
 from tests import packed
 from tests.ledger.fake_agent import GIB, MIB, FakeAgent, failed, hosted, ok, request, said

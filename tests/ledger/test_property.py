@@ -18,9 +18,11 @@ import pytest
 
 from scheduler import admission, cards, inventory, jobs
 from scheduler.gateways import gateway_beat
-from scheduler.models import HandedJob, OperatorState, OutcomeKind, SubmitRequest
+from scheduler.handover import HandedJob, OutcomeKind
 from scheduler.settings import Settings
+from scheduler.states import OperatorState
 from scheduler.store import Store
+from scheduler.submissions import SubmitRequest
 from tests import packed
 from tests.conftest import TestServer
 from tests.invariants import check_pool, check_sums, check_versions

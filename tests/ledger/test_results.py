@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scheduler import admission, cards, inventory, jobs, results
-from scheduler.models import HandedJob, Report
+from scheduler.handover import HandedJob, Report
 from scheduler.store import Store
 from tests.ledger.conftest import Tuned
 from tests.ledger.fake_agent import MIB, FakeAgent, failed, hosted, ok, request

@@ -15,9 +15,9 @@ import pytest
 
 from scheduler import admission, cards, inventory, jobs
 from scheduler.gateways import gateway_beat
-from scheduler.models import SubmitRequest
 from scheduler.settings import Settings, load_settings
 from scheduler.store import BadStore, Store
+from scheduler.submissions import SubmitRequest
 from tests.conftest import TestServer
 from tests.invariants import check_pool
 from tests.ledger.conftest import shift_clock

@@ -149,7 +149,7 @@ async def test_foreign_and_overrun_are_computed_against_the_leases_of_that_insta
     """What is allocated beyond the leases is overrun; a finish brings a fresh reading, so that it is not
     one.
     """
-    from scheduler.models import Sample
+    from scheduler.registration import Sample
 
     class Honest(FakeAgent):
         def sample(self) -> Sample:

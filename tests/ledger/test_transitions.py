@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from scheduler import scripts
-from scheduler.models import SETTLED
+from scheduler.states import SETTLED
 from scheduler.store import Store, pack
 from scheduler.transitions import BY_EVENT, LIVE, RENDERED, TRANSITIONS, next_state
 from vramgate import errors

@@ -14,8 +14,8 @@ import pytest
 
 from scheduler import admission, inventory, jobs, scripts
 from scheduler.gateways import gateway_beat
-from scheduler.models import SubmitRequest
 from scheduler.store import Reply, Store
+from scheduler.submissions import SubmitRequest
 from tests.ledger.conftest import Tuned, shift_clock
 from tests.ledger.fake_agent import GIB, MIB, FakeAgent, hosted, ok, request
 from tests.packed import unpack_job

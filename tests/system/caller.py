@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 
 from scheduler import inventory, jobs
-from scheduler.models import CardView, JobView
 from scheduler.store import Store
+from scheduler.views import CardView, JobView
 from tests.system.box import MODELS, Box
 from tests.waiting import until
 from vramgate.client import AsyncClient

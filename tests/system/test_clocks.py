@@ -11,7 +11,7 @@ import statistics
 import httpx
 import pytest
 
-from scheduler.models import JobView
+from scheduler.views import JobView
 from tests.system.box import CONFIGURATION
 from tests.system.caller import Caller, new_tag
 from tests.system.whole import check_whole

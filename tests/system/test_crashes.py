@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import httpx
 import pytest
 
-from scheduler.models import JobView
+from scheduler.views import JobView
 from tests.system.box import SESSION_S, event_ms
 from tests.system.caller import Caller, new_tag
 from tests.waiting import is_running, until

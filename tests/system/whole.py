@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.models import CardView
+from scheduler.views import CardView
 from tests.system.caller import Caller
 from tests.waiting import until
 

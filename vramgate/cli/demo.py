@@ -19,8 +19,8 @@ from typing import Annotated
 import typer
 
 from scheduler import inventory
-from scheduler.models import CardView
 from scheduler.store import Store
+from scheduler.views import CardView
 from vramgate.cli import background, tables
 from vramgate.cli.demo_load import Tally, ask_again, make_requests, run_clients
 from vramgate.cli.demo_report import Evidence, Peaks, print_report, promises

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-from scheduler.models import CardView
+from scheduler.views import CardView
 from vramgate.cli.demo_load import Tally
 from vramgate.cli.tables import duration, size
 

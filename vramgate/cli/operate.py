@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from scheduler import admission, documents, inventory
-from scheduler.models import SETTLED, OperatorState
+from scheduler.states import SETTLED, OperatorState
 from vramgate.cli import tables
 from vramgate.cli.target import ConfigOption, JsonOption, PoolOption, RedisOption, find, open_store
 from vramgate.cli.views import fetch_cards, find_job_id, pick

@@ -18,9 +18,9 @@ import httpx
 
 from scheduler import inventory
 from scheduler.embedded import EmbeddedServer, ServerError
-from scheduler.models import CardView
 from scheduler.settings import Settings, load_settings
 from scheduler.store import Store
+from scheduler.views import CardView
 from vramgate.cli import background, tables, upfile
 from vramgate.cli.exits import Failure
 from vramgate.cli.preflight import check_entrypoints, check_ports, check_simulation, lock_directory

@@ -19,7 +19,7 @@ from rich.table import Table
 from scheduler import documents, inventory
 from scheduler import jobs as ledger_jobs
 from scheduler.documents import Document
-from scheduler.models import SETTLED, State
+from scheduler.states import SETTLED, State
 from scheduler.store import Store
 from vramgate.cli import tables
 from vramgate.cli.exits import Missing, Misuse
