@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 
 from scheduler import jobs
 from scheduler.logs import log_event
+from scheduler.silence import Silence
 from scheduler.store import Store
 from scheduler.submissions import Outcome
 from vramgate import errors
@@ -217,6 +218,7 @@ class ResultReader:
     async def _check_forever(self) -> None:
         """Some pending ids, round-robin: a stream entry that never came must not leave a caller waiting."""
         turn: list[str] = []
+        silence = Silence()
         while not self._is_closing.is_set():
             await asyncio.sleep(CHECK_INTERVAL_S * random.uniform(0.8, 1.2))
             turn = [job_id for job_id in turn if job_id in self._pending] or list(self._pending)
@@ -225,8 +227,18 @@ class ResultReader:
                 await self._check(part)
                 if self._untrimmed:
                     await self._trim()
+                if part:
+                    silence.ended()
             except errors.VramgateError as error:
-                log_event(logger, "results_check_failed", level=logging.WARNING, error=str(error))
+                silent_s = silence.lasts()
+                if silent_s is not None:
+                    log_event(
+                        logger,
+                        "results_check_failed",
+                        level=logging.WARNING,
+                        silent_s=silent_s,
+                        error=str(error),
+                    )
 
     async def _check(self, job_ids: list[str]) -> None:
         for job_id in job_ids:

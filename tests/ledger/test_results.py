@@ -77,6 +77,29 @@ async def test_a_large_answer_comes_by_reference(
     assert outcome.result == b"x" * size
 
 
+async def test_checks_that_keep_failing_are_logged_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A ledger that stays away costs the log a line now and then, not one for every look at it."""
+    looks = 0
+
+    async def outcome(_store: Store, _job_id: str) -> None:
+        nonlocal looks
+        looks += 1
+        raise errors.StoreUnavailable("the ledger does not answer")
+
+    monkeypatch.setattr(results, "CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(jobs, "outcome", outcome)
+    reader = results.ResultReader(store, "w1")
+    reader.expect("0" * 32)
+    await reader.start()
+    try:
+        await until("it has looked five times", lambda: looks >= 5)
+    finally:
+        await reader.close()
+    assert [line.message.split()[0] for line in caplog.records].count("results_check_failed") == 1
+
+
 async def test_one_entry_of_a_stream_is_bounded(store: Store) -> None:
     """Answers of one call that are too large together come by reference, and all of them come."""
     agent = FakeAgent(store, models=(hosted(slots=8),))
