@@ -49,6 +49,8 @@ KEEP_ALIVE_S = 75
 COLLECT_EVERY = 20_000
 """Containers made and not yet gone between two searches of the youngest generation."""
 
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 BACKSTOP_S = 5.0
 RESPAWN_S = 0.5
 MAX_RESPAWN_S = 10.0
@@ -260,10 +262,11 @@ class Parent:
     def run(self) -> None:
         os.set_blocking(self._signal_write, False)
         signal.set_wakeup_fd(self._signal_write)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in END_SIGNALS:
             signal.signal(number, self._pass_on)
         for slot in range(self._settings.gateway.workers):
-            self._start(slot)
+            if not self._is_ending:
+                self._start(slot)
         while self._workers:
             ready = wait_for_any([self._signal_read, *(worker.sentinel for worker in self._workers.values())])
             if self._signal_read in ready:
@@ -274,14 +277,21 @@ class Parent:
 
     def _start(self, slot: int) -> None:
         worker = self._context.Process(target=self._work, name=f"gateway-worker-{slot}")
-        worker.start()
-        self._workers[slot], self._born[slot] = worker, time.monotonic()
+        # One that came in between would miss a worker that is not yet on the list, or meet this process'
+        # handler in the worker.
+        signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+        try:
+            worker.start()
+            self._workers[slot], self._born[slot] = worker, time.monotonic()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
 
     def _work(self) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # Ctrl-C reaches the whole group; workers go by what the parent passes on.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
         for descriptor in (self._alive_write, self._signal_read, self._signal_write):
             os.close(descriptor)
         random.seed()

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import httpx
@@ -17,7 +18,7 @@ from scheduler.settings import Settings
 from scheduler.store import Store
 from tests.conftest import TestServer
 from tests.gateway.conftest import Answerer, Gate
-from tests.gateway.process import Service, refused, run_service
+from tests.gateway.process import REPOSITORY, Service, refused, run_service
 from tests.ledger.fake_agent import FakeAgent
 from tests.waiting import until
 
@@ -251,8 +252,6 @@ async def test_it_starts_without_a_server(own_server: TestServer, settings: Sett
 async def test_packages_that_shadow_ours_are_named(tmp_path: Path) -> None:
     """A scheduler.py in front of ours on the path: one line that says so, and what to do."""
     (tmp_path / "scheduler.py").write_text("raise SystemExit('the wrong one')\n")
-    import sys
-
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import runpy; "
           "sys.argv = ['gateway']; runpy.run_module('gateway', run_name='__main__')", str(tmp_path)),
@@ -270,7 +269,7 @@ async def test_a_second_signal_hurries(
 ) -> None:
     """It cuts the drain and the grace short; those who wait are still told draining."""
     async with run_service(*options(settings, workers=workers, drain="30", grace="30")) as service:
-        await until("the gateway answers", lambda: answers(service))
+        await until("all workers are there", lambda: len(service.said("store_answers")) == workers)
         async with httpx.AsyncClient(base_url=service.url, timeout=20) as http:
             waiting = asyncio.create_task(infer(http, "k"))
             await until("the job runs", lambda: bool(answerer.seen))
@@ -285,3 +284,37 @@ async def test_a_second_signal_hurries(
             await until("the one who waits is told", is_told)
             assert (await waiting).json()["code"] == "draining"
         assert await asyncio.wait_for(service.process.wait(), 10) == 0
+
+
+END_AT_THE_FORK = """
+import os, signal, sys
+from multiprocessing.context import ForkProcess
+from gateway.__main__ import main
+
+start, started = ForkProcess.start, []
+
+def start_and_end(process):
+    start(process)
+    started.append(process)
+    if len(started) == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+ForkProcess.start = start_and_end
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("at", [1, 2])
+async def test_an_end_that_comes_while_workers_start_is_the_end(
+    settings: Settings, store: Store, at: int
+) -> None:
+    """SIGTERM right after a worker's fork, before anything else happened: no worker misses it."""
+    command = (sys.executable, "-c", END_AT_THE_FORK, str(at), *options(settings, workers=2))
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    process = await asyncio.create_subprocess_exec(*command, env=environment)
+    try:
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
