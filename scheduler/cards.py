@@ -361,18 +361,16 @@ class WakeListener:
         self._store = store
         self._name = store.keys.name("wake", card)
         self._longest_s = longest_s
-        self._redis = store.blocking_client(longest_s)
+        self._line = store.blocking_line(longest_s)
 
     async def wait(self, timeout_s: float) -> bool:
         """True when there is a hint. Raises errors.StoreUnavailable. Never put a timeout of your own around
         it.
         """
-        popped = await self._store.guarded(
-            self._redis.blpop, [self._name], max(0.05, min(timeout_s, self._longest_s))
-        )
+        longest_s = max(0.05, min(timeout_s, self._longest_s))
+        popped = await self._store.guarded(self._line.ask, "BLPOP", self._name, longest_s)
         return popped is not None
 
     async def close(self) -> None:
         with contextlib.suppress(RedisError, OSError):
-            await self._redis.aclose()
-            await self._redis.connection_pool.disconnect()
+            await self._line.close()

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import hiredis
 import redis.asyncio as aioredis
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ConnectionError, MaxConnectionsError, ResponseError, TimeoutError
@@ -25,6 +26,12 @@ LARGE_BYTES = 64 * 1024
 """A call with more than this goes alone: it must not hold up the small ones behind it."""
 
 Argument = bytes | str
+
+
+def pack_command(*command: bytes | str | int | float) -> bytes:
+    """A command as it is sent. In C: redis-py's own packing costs six times as much."""
+    packed: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]
+    return packed
 
 
 async def to_its_end(command: Awaitable[T]) -> T:
@@ -125,8 +132,8 @@ class ScriptLine:
         try:
             # Here, so that one whose server is gone comes back: it counts in the pool until it is released.
             await self._pool.ensure_connection(connection)
-            commands = [("EVALSHA", call.sha, call.keys, *call.arguments) for call in calls]
-            await connection.send_packed_command(connection.pack_commands(commands))
+            packed = [pack_command("EVALSHA", call.sha, call.keys, *call.arguments) for call in calls]
+            await connection.send_packed_command(packed)
             for call in calls:
                 try:
                     reply = await connection.read_response()

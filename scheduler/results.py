@@ -55,7 +55,7 @@ class ResultReader:
     def __init__(self, store: Store, worker: str) -> None:
         self._store = store
         self._stream = store.keys.name("st", worker)
-        self._redis = store.blocking_client(BLOCK_S)
+        self._line = store.blocking_line(BLOCK_S)
         self._pending: dict[str, _Pending] = {}
         self._early: OrderedDict[str, Outcome] = OrderedDict()
         self._tasks: list[asyncio.Task[None]] = []
@@ -87,8 +87,7 @@ class ResultReader:
                 pending.future.exception()
         self._pending.clear()
         with contextlib.suppress(RedisError, OSError):
-            await self._redis.aclose()
-            await self._redis.connection_pool.disconnect()
+            await self._line.close()
 
     @property
     def pending(self) -> int:
@@ -150,17 +149,17 @@ class ResultReader:
             await self._check(list(self._pending))
             self._last = "0"
             self._must_check_all = False
-        answer: Any = await self._redis.xread(
-            {self._stream: self._last}, count=BATCH, block=round(BLOCK_S * 1000)
+        answer: Any = await self._line.ask(
+            "XREAD", "COUNT", BATCH, "BLOCK", round(BLOCK_S * 1000), "STREAMS", self._stream, self._last
         )
         if not answer:
             # Nothing for a whole block: a stream that was lost with its server begins anew with lower ids.
-            newest: Any = await self._redis.xrevrange(self._stream, count=1)
+            newest: Any = await self._line.ask("XREVRANGE", self._stream, "+", "-", "COUNT", 1)
             if newest and _order(newest[0][0]) < _order(self._last.encode()):
                 self._must_check_all = True
             return
-        for entry_id, fields in answer[0][1]:
-            self._take(fields)
+        for entry_id, flat in answer[0][1]:
+            self._take(dict(zip(flat[::2], flat[1::2], strict=True)))
             self._last = entry_id.decode()
             self._untrimmed += 1
         if self._untrimmed >= BATCH:

@@ -35,6 +35,7 @@ from redis.exceptions import (
 )
 
 from scheduler import scripts
+from scheduler.blocking import BlockingLine
 from scheduler.keys import Keys
 from scheduler.logs import log_event
 from scheduler.pipelining import ScriptLine, to_its_end
@@ -171,9 +172,10 @@ class Store:
         )
         return aioredis.Redis(connection_pool=pool)
 
-    def blocking_client(self, block_s: float) -> aioredis.Redis:
-        """A client of one connection for a blocking read: its socket waits longer than the server does."""
-        return self._client(1, timeout_s=block_s + self.settings.redis.command_timeout_s + 3.0)
+    def blocking_line(self, block_s: float) -> BlockingLine:
+        """A connection for commands that wait in the server for up to `block_s`; it waits longer itself."""
+        timeout_s = block_s + self.settings.redis.command_timeout_s + 3.0
+        return BlockingLine(self._client(1, timeout_s=None), timeout_s=timeout_s)
 
     async def _on_connect(self, connection: Connection) -> None:
         """Compare the server's run id on each new connection: another server may stand behind the name."""
