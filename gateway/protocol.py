@@ -19,6 +19,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway.joining import JoiningTransport
+
 HEAD_BYTES = 64 * 1024
 ARRIVAL_S = 60.0
 """From a request's first byte to its last; also how long a new connection may say nothing."""
@@ -44,7 +46,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._alarm: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(JoiningTransport(transport, self.loop))
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
