@@ -15,7 +15,7 @@ from starlette.responses import Response
 from gateway import collections, events, health, infer, jobs, operations
 from gateway.context import Gateway
 
-Endpoint = Callable[[Gateway, Request], Awaitable[Response]]
+Run = Callable[[Gateway, Request], Awaitable[Response]]
 
 _ALWAYS = ("internal", "unauthenticated", "forbidden", "method_not_allowed")
 _READ = (*_ALWAYS, "not_acceptable", "store_unavailable")
@@ -36,7 +36,7 @@ class Operation:
 
     method: str
     path: str
-    run: Endpoint
+    run: Run
     tag: str
     success: dict[int, str]
     refusals: tuple[str, ...]

@@ -30,7 +30,7 @@ import uvicorn
 import uvloop
 from prometheus_client.multiprocess import mark_process_dead
 
-from gateway.app import create_app
+from gateway.app import create_app, short_way
 from gateway.ledger import Ledger
 from gateway.lifecycle import Lifecycle
 from gateway.metrics import MULTIPROCESS_DIR
@@ -154,7 +154,7 @@ class Worker:
         app = create_app(settings, ledger=self._ledger, lifecycle=self._lifecycle)
         self._server = _Server(
             uvicorn.Config(
-                app,
+                short_way(app),
                 log_config=None,
                 access_log=False,
                 http=BoundedProtocol,

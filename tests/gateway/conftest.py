@@ -12,7 +12,7 @@ import httpx
 import pytest
 import uvicorn
 
-from gateway.app import create_app
+from gateway.app import create_app, short_way
 from gateway.context import Gateway
 from gateway.protocol import BoundedProtocol
 from scheduler.handover import HandedJob, Report
@@ -150,7 +150,11 @@ async def run_gateway(settings: Settings) -> AsyncIterator[Running]:
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
         uvicorn.Config(
-            app, http=BoundedProtocol, log_config=None, access_log=False, timeout_graceful_shutdown=1
+            short_way(app),
+            http=BoundedProtocol,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
         )
     )
     task = asyncio.create_task(server._serve([listener]))
