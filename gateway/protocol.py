@@ -5,10 +5,10 @@ open, else the connection is cut), and that one request is heard at a time. Does
 (`gateway.body`), or connections that idle between requests (uvicorn's keep-alive).
 
 A request that is sent before the answer to the one before it is dropped, and the answer says that the
-connection closes, upon which a client sends it again elsewhere (RFC 9112, 9.3.2). uvicorn would stop reading
-until the first is answered, so that nobody noticed when the client left, and its bytes stayed leased.
-Holding the second one back unread in memory was the other way; hardly any client pipelines, and a bound on
-what is held would stop the reading again.
+connection closes, upon which a client sends it again elsewhere (RFC 9112, 9.3.2); a stream that has begun can
+only close it at its end. uvicorn would stop reading until the first is answered, so that nobody noticed when
+the client left, and its bytes stayed leased. Holding the second one back unread in memory was the other way;
+hardly any client pipelines, and a bound on what is held would stop the reading again.
 """
 
 from __future__ import annotations

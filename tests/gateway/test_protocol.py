@@ -146,6 +146,21 @@ async def test_a_client_that_sends_too_early_and_leaves_is_missed(
     assert not await inventory.leases(store)
 
 
+async def test_a_stream_that_began_cannot_say_that_it_closes(running: Running, agent: FakeAgent) -> None:
+    """What is sent while it is open is dropped all the same, and its end is the end of the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    writer.write(JOB.replace(b"Host: x\r\n", b"Host: x\r\nAccept: text/event-stream\r\n"))
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    await asyncio.wait_for(reader.readuntil(b"event: queued"), 10)
+    writer.write(GET + b"\r\n")
+    await writer.drain()
+    await until("the job is answered", agent.run_all)
+    events = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 200 OK") and b"connection: close" not in head
+    assert b"event: done" in events and b"HTTP/1.1" not in events
+
+
 async def test_an_empty_line_after_a_body_is_no_request(running: Running, agent: FakeAgent) -> None:
     """Old clients send one; their connection goes on."""
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
