@@ -1,6 +1,6 @@
 """One route as an ASGI application, and the short way to it.
 
-Owns: what is common to every route: refusals, echoed headers, counts. It reads the request itself,
+Owns: what is common to every route: its query, refusals, echoed headers, counts. It reads the request itself,
 so none of FastAPI's parsing runs. Does not own: which routes there are (`gateway.routes`).
 """
 
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway import headers, metrics, problems
+from gateway import headers, metrics, problems, query
 from gateway.context import Gateway
 from gateway.routes import Operation
 
@@ -32,6 +32,8 @@ class Endpoint:
         request = Request(scope, receive, send)
         began = time.perf_counter()
         try:
+            if scope["query_string"] and not self._operation.reads_query:
+                query.check_names(request, self._operation.query)
             response = await self._operation.run(self._gateway, request)
         except Exception as error:
             response = problems.respond(request, error)

@@ -17,7 +17,7 @@ from gateway.context import Gateway
 
 Run = Callable[[Gateway, Request], Awaitable[Response]]
 
-_ALWAYS = ("internal", "unauthenticated", "forbidden", "method_not_allowed")
+_ALWAYS = ("internal", "unauthenticated", "forbidden", "method_not_allowed", "invalid_input")
 _READ = (*_ALWAYS, "not_acceptable", "store_unavailable")
 _OF_A_JOB = (
     "rejected_by_model", "wait_timeout", "no_ready_card", "memory_critical", "lost", "run_timeout",
@@ -25,14 +25,16 @@ _OF_A_JOB = (
     "model_error", "non_finite", "output_too_large", "oom", "crashed", "cancelled", "result_expired",
 )  # fmt: skip
 _INFER = (
-    *_READ, *_OF_A_JOB, "malformed", "unknown_model", "too_large", "unsupported_media_type", "invalid_input",
+    *_READ, *_OF_A_JOB, "malformed", "unknown_model", "too_large", "unsupported_media_type",
     "key_reused", "exceeds_every_card", "queue_full", "quota_exceeded", "draining",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One route. success: status -> component schema of its body. query: name -> what it does."""
+    """One route. success: status -> component schema of its body. query: name -> what it does; a parameter of
+    another name is refused, unless the operation reads its query itself.
+    """
 
     method: str
     path: str
@@ -41,6 +43,7 @@ class Operation:
     success: dict[int, str]
     refusals: tuple[str, ...]
     query: dict[str, str] = field(default_factory=dict)
+    reads_query: bool = False
     headers: tuple[str, ...] = ()
     request_body: str | None = None
 
@@ -63,6 +66,7 @@ OPERATIONS: tuple[Operation, ...] = (
         _INFER,
         headers=("Idempotency-Key", "Prefer", "X-Request-Id", "traceparent"),
         request_body="InferRequest",
+        reads_query=True,
     ),
     Operation(
         "GET",
@@ -70,7 +74,7 @@ OPERATIONS: tuple[Operation, ...] = (
         jobs.list_jobs,
         "jobs",
         {200: "List"},
-        (*_READ, "invalid_input"),
+        _READ,
         query={
             "state": "only this state",
             "model": "only this model",
@@ -84,7 +88,7 @@ OPERATIONS: tuple[Operation, ...] = (
         jobs.get_job,
         "jobs",
         {200: "Job"},
-        (*_READ, "unknown_job", "invalid_input"),
+        (*_READ, "unknown_job"),
         query={"wait_s": "answer when the job is settled, at the latest after so many seconds"},
     ),
     Operation(
@@ -93,7 +97,7 @@ OPERATIONS: tuple[Operation, ...] = (
         jobs.delete_job,
         "jobs",
         {202: "Job"},
-        (*_READ, "unknown_job", "invalid_input"),
+        (*_READ, "unknown_job"),
         query={"force": "true ends the process that runs it; for operators"},
     ),
     Operation(
@@ -121,7 +125,7 @@ OPERATIONS: tuple[Operation, ...] = (
         operations.patch_card,
         "pool",
         {200: "Card"},
-        (*_READ, "unknown_card", "malformed", "invalid_input", "too_large", "unsupported_media_type"),
+        (*_READ, "unknown_card", "malformed", "too_large", "unsupported_media_type"),
         request_body="CardState",
     ),
     Operation("GET", "/v1/leases", collections.list_leases, "pool", {200: "List"}, _READ),
@@ -133,7 +137,7 @@ OPERATIONS: tuple[Operation, ...] = (
         health.readyz,
         "health",
         {200: "Health"},
-        (*_ALWAYS, "draining", "store_unavailable", "no_ready_card", "invalid_input"),
+        (*_ALWAYS, "draining", "store_unavailable", "no_ready_card"),
         query={"scope": "`gateway`: whether a balancer may send requests here"},
     ),
     Operation("GET", "/metrics", health.show_metrics, "health", {200: "Metrics"}, _ALWAYS),
