@@ -25,7 +25,7 @@ from gateway.parsing import Allowance, count_values, parse_json, parse_msgpack
 from gateway.problems import BODY_BYTES, BODY_READ
 from gateway.threads import LARGE_BYTES, VALUE_BYTES
 from scheduler.settings import LimitSettings
-from vramgate.errors import InvalidInput, Malformed, TooLarge, UnsupportedMediaType
+from vramgate.errors import InvalidInput, Malformed, Refused, TooLarge, UnsupportedMediaType
 
 Kind = Literal["json", "msgpack", "fields", "raw"]
 
@@ -40,6 +40,7 @@ class Body:
 
     inputs: an object; for `fields` its values are bytes, str or lists of them; for `raw` bytes. values: how
     many of `limits.values` it holds so far; packed arrays and parts of a form are still to be counted.
+    content_type: as it was sent.
     """
 
     kind: Kind
@@ -47,6 +48,14 @@ class Body:
     options: Options
     limits: LimitSettings = field(default_factory=LimitSettings)
     values: int = 0
+    content_type: str | None = None
+
+
+def not_read(content_type: str | None, taken: str, *, by: str) -> Refused:
+    """The refusal of a body that `by` does not read, with the media types that are `taken`."""
+    media = (content_type or "").partition(";")[0].strip()
+    sent = f"a body of {media[:80]!r}" if media else "a body without Content-Type"
+    return UnsupportedMediaType(f"{by} does not read {sent}; send {taken}")
 
 
 @functools.lru_cache(maxsize=256)
@@ -113,10 +122,12 @@ def take_apart(
 
     Raises Malformed, InvalidInput, TooLarge.
     """
-    kind = kind_of(headers.get(request, b"content-type"))
+    content_type = headers.get(request, b"content-type")
+    kind = kind_of(content_type)
     if kind in ("raw", "fields"):
         inputs = content if form is None else form
-        return Body(kind, inputs, read_query(request.query_params.multi_items()), limits)
+        options = read_query(request.query_params.multi_items())
+        return Body(kind, inputs, options, limits, content_type=content_type)
     if request.scope["query_string"]:
         raise InvalidInput("options of this media type belong into the body, not into the query")
     parse = parse_json if kind == "json" else parse_msgpack

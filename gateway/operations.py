@@ -12,7 +12,7 @@ from gateway.context import Gateway
 from gateway.parsing import Allowance, parse_json
 from scheduler import documents
 from scheduler.states import OperatorState
-from vramgate.errors import InvalidInput, UnsupportedMediaType
+from vramgate.errors import InvalidInput
 
 STATES: tuple[str, ...] = get_args(OperatorState)
 MAX_REASON = 200
@@ -25,8 +25,9 @@ async def patch_card(gateway: Gateway, request: Request) -> Response:
     form = headers.parse_accept(headers.get(request, b"accept"))
     card = paths.card_id(request)
     body.check_length(request, MAX_WISH_BYTES)
-    if body.kind_of(headers.get(request, b"content-type")) != "json":
-        raise UnsupportedMediaType("send application/json")
+    content_type = headers.get(request, b"content-type")
+    if body.kind_of(content_type) != "json":
+        raise body.not_read(content_type, "application/json", by="this route")
     limits = gateway.settings.limits
     wish = parse_json(await body.read(request, MAX_WISH_BYTES), limits.nesting, Allowance(limits.values))
     state, reason = _read_wish(wish)

@@ -17,14 +17,15 @@ from typing import Any
 import jsonschema_rs
 
 from gateway import decoding
-from gateway.body import Body
+from gateway.body import Body, not_read
 from gateway.parsing import Allowance
 from gateway.shapes import ANYTHING, BYTES_FORMATS, shape_of
 from scheduler.registration import HostedModel
-from vramgate.errors import InputError, InvalidInput, UnsupportedMediaType
+from vramgate.errors import InputError, InvalidInput
 from vramgate.model import schema_defaults
 from vramgate.units import compile_units
 
+_TAKEN = "application/json, application/msgpack or multipart/form-data"
 _LENGTHS = ("minLength", "maxLength", "pattern")
 
 
@@ -80,10 +81,7 @@ class InputReader:
                 for name, value in body.inputs.items()
             }
         if self.raw_field is None:
-            raise UnsupportedMediaType(
-                f"{self.model.name} does not take one input of bytes as its body; send application/json, "
-                "application/msgpack or multipart/form-data"
-            )
+            raise not_read(body.content_type, _TAKEN, by=f"model {self.model.name}")
         return {self.raw_field: body.inputs}
 
     def _validate(self, instance: Any) -> None:

@@ -233,6 +233,40 @@ async def test_what_is_not_there_is_a_problem_too(http: httpx.AsyncClient, agent
     assert "GET" in cases[10][0].headers["allow"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "content_type", "detail"),
+    [
+        (
+            "POST",
+            "/v1/models/echo/infer",
+            "text/plain; charset=utf-8",
+            "model echo does not read a body of 'text/plain'; "
+            "send application/json, application/msgpack or multipart/form-data",
+        ),
+        (
+            "POST",
+            "/v1/models/echo/infer",
+            "",
+            "model echo does not read a body without Content-Type; "
+            "send application/json, application/msgpack or multipart/form-data",
+        ),
+        (
+            "PATCH",
+            "/v1/cards/GPU-a",
+            "application/msgpack",
+            "this route does not read a body of 'application/msgpack'; send application/json",
+        ),
+    ],
+    ids=["text", "none", "card"],
+)
+async def test_a_media_type_that_is_not_read_is_named(
+    http: httpx.AsyncClient, agent: FakeAgent, method: str, path: str, content_type: str, detail: str
+) -> None:
+    """415 with what came and what is taken."""
+    response = await http.request(method, path, content=b"x", headers={"Content-Type": content_type})
+    assert (response.status_code, response.json()["detail"]) == (415, detail)
+
+
 async def test_every_refusal_is_one_log_event(
     http: httpx.AsyncClient, agent: FakeAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
