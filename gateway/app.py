@@ -15,7 +15,7 @@ from starlette.routing import Route
 from gateway import openapi, paths, problems
 from gateway.catalogue import Catalogue
 from gateway.context import Gateway
-from gateway.endpoint import Endpoint, ShortWay
+from gateway.endpoint import Endpoint, Resource, ShortWay
 from gateway.ledger import Ledger
 from gateway.lifecycle import Lifecycle
 from gateway.routes import OPERATIONS
@@ -49,17 +49,15 @@ def create_app(
     )
     app.state.gateway = gateway
     problems.install(app)
-    for operation in OPERATIONS:
-        methods = ["GET", "HEAD"] if operation.tag == "health" else [operation.method]
-        endpoint = Endpoint(gateway, operation)
-        app.router.routes.append(
-            Route(paths.of(operation.path), endpoint, methods=methods, name=operation.name)
-        )
+    for path in dict.fromkeys(operation.path for operation in OPERATIONS):
+        # One route for all methods of a path, so that a 405 names them all.
+        endpoints = {each.method: Endpoint(gateway, each) for each in OPERATIONS if each.path == path}
+        app.router.routes.append(Route(paths.of(path), Resource(endpoints), methods=list(endpoints)))
     app.openapi = lambda: openapi.document(title=TITLE, version=VERSION)  # type: ignore[method-assign]
     return app
 
 
 def short_way(app: FastAPI) -> ShortWay:
     """The same application for a server of ours, which puts nothing before it."""
-    ours = [route for route in app.routes if isinstance(route, Route) and isinstance(route.app, Endpoint)]
+    ours = [route for route in app.routes if isinstance(route, Route) and isinstance(route.app, Resource)]
     return ShortWay(app, ours)

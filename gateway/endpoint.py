@@ -1,4 +1,4 @@
-"""One route as an ASGI application, and the short way to it.
+"""One operation as an ASGI application, those of one path together, and the short way to them.
 
 Owns: what is common to every route: its query, refusals, echoed headers, counts. It reads the request itself,
 so none of FastAPI's parsing runs. Does not own: which routes there are (`gateway.routes`).
@@ -7,7 +7,7 @@ so none of FastAPI's parsing runs. Does not own: which routes there are (`gatewa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import Counter
 from starlette.requests import Request
@@ -52,6 +52,17 @@ class Endpoint:
         if counter is None:
             counter = self._answered[status] = metrics.REQUESTS.labels(self._operation.name, str(status))
         counter.inc()
+
+
+class Resource:
+    """The operations of one path by their methods. HEAD is answered as GET; the server sends no body."""
+
+    def __init__(self, endpoints: Mapping[str, Endpoint]) -> None:
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method = scope["method"]
+        await self._endpoints["GET" if method == "HEAD" else method](scope, receive, send)
 
 
 class ShortWay:

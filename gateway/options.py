@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from scheduler.settings import ClockSettings
 from vramgate.errors import InvalidInput, Refused
@@ -19,6 +19,12 @@ from vramgate.quantities import Size
 
 MAX_PRIORITY = 9
 _DAY_S = 86_400.0
+_SIZE = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1, "exclusiveMaximum": 2**53},
+        {"type": "string", "pattern": r"^[1-9][0-9]{0,2}(\.[0-9]{1,3})? ?(KiB|MiB|GiB|TiB)$"},
+    ]
+}
 
 
 class Options(BaseModel):
@@ -30,7 +36,9 @@ class Options(BaseModel):
     max_wait_s: float | None = Field(None, gt=0, le=_DAY_S, allow_inf_nan=False)
     run_timeout_s: float | None = Field(None, gt=0, le=_DAY_S, allow_inf_nan=False)
     total_timeout_s: float | None = Field(None, gt=0, le=7 * _DAY_S, allow_inf_nan=False)
-    vram: Size | None = Field(None, ge=1, lt=2**53, description="May raise the estimate, not lower it")
+    vram: Annotated[Size, WithJsonSchema(_SIZE)] | None = Field(
+        None, ge=1, lt=2**53, description="May raise the estimate, not lower it"
+    )
 
     def max_wait_ms(self, clocks: ClockSettings) -> int:
         return _ms(self.max_wait_s, clocks.max_wait_s)

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import collections, events, health, infer, jobs, operations
+from gateway.components import Json
 from gateway.context import Gateway
 
 Run = Callable[[Gateway, Request], Awaitable[Response]]
@@ -31,8 +32,16 @@ _INFER = (
 
 
 @dataclass(frozen=True, slots=True)
+class Parameter:
+    """One member of a query: what it does, and the JSON Schema of its values."""
+
+    about: str
+    schema: Json
+
+
+@dataclass(frozen=True, slots=True)
 class Operation:
-    """One route. success: status -> component schema of its body. query: name -> what it does; a parameter of
+    """One route. success: status -> component schema of its body. query: its parameters by name; one of
     another name is refused, unless the operation reads its query itself.
     """
 
@@ -42,7 +51,7 @@ class Operation:
     tag: str
     success: dict[int, str]
     refusals: tuple[str, ...]
-    query: dict[str, str] = field(default_factory=dict)
+    query: dict[str, Parameter] = field(default_factory=dict)
     reads_query: bool = False
     headers: tuple[str, ...] = ()
     request_body: str | None = None
@@ -73,13 +82,15 @@ OPERATIONS: tuple[Operation, ...] = (
         "/v1/jobs",
         jobs.list_jobs,
         "jobs",
-        {200: "List"},
+        {200: "JobList"},
         _READ,
         query={
-            "state": "only this state",
-            "model": "only this model",
-            "limit": "at most so many",
-            "cursor": "of `next`",
+            "state": Parameter("only this state", {"enum": list(jobs.STATES)}),
+            "model": Parameter("only this model", {"type": "string"}),
+            "limit": Parameter(
+                "at most so many", {"type": "integer", "minimum": 1, "maximum": jobs.MAX_PAGE, "default": 50}
+            ),
+            "cursor": Parameter("of `next`", {"type": "string", "pattern": "^[0-9]{1,15}-[0-9a-f]{32}$"}),
         },
     ),
     Operation(
@@ -89,7 +100,12 @@ OPERATIONS: tuple[Operation, ...] = (
         "jobs",
         {200: "Job"},
         (*_READ, "unknown_job"),
-        query={"wait_s": "answer when the job is settled, at the latest after so many seconds"},
+        query={
+            "wait_s": Parameter(
+                "answer when the job is settled, at the latest after so many seconds",
+                {"type": "number", "minimum": 0, "maximum": jobs.MAX_WAIT_S, "default": 0},
+            )
+        },
     ),
     Operation(
         "DELETE",
@@ -98,7 +114,11 @@ OPERATIONS: tuple[Operation, ...] = (
         "jobs",
         {202: "Job"},
         (*_READ, "unknown_job"),
-        query={"force": "true ends the process that runs it; for operators"},
+        query={
+            "force": Parameter(
+                "true ends the process that runs it; for operators", {"type": "boolean", "default": False}
+            )
+        },
     ),
     Operation(
         "GET",
@@ -109,7 +129,7 @@ OPERATIONS: tuple[Operation, ...] = (
         (*_READ, "unknown_job", "malformed"),
         headers=("Last-Event-ID",),
     ),
-    Operation("GET", "/v1/models", collections.list_models, "pool", {200: "List"}, _READ),
+    Operation("GET", "/v1/models", collections.list_models, "pool", {200: "ModelList"}, _READ),
     Operation(
         "GET",
         "/v1/models/{model}",
@@ -118,7 +138,7 @@ OPERATIONS: tuple[Operation, ...] = (
         {200: "Model"},
         (*_READ, "unknown_model", "no_ready_card"),
     ),
-    Operation("GET", "/v1/cards", collections.list_cards, "pool", {200: "List"}, _READ),
+    Operation("GET", "/v1/cards", collections.list_cards, "pool", {200: "CardList"}, _READ),
     Operation(
         "PATCH",
         "/v1/cards/{card}",
@@ -128,8 +148,8 @@ OPERATIONS: tuple[Operation, ...] = (
         (*_READ, "unknown_card", "malformed", "too_large", "unsupported_media_type"),
         request_body="CardState",
     ),
-    Operation("GET", "/v1/leases", collections.list_leases, "pool", {200: "List"}, _READ),
-    Operation("GET", "/v1/queue", collections.list_queue, "pool", {200: "List"}, _READ),
+    Operation("GET", "/v1/leases", collections.list_leases, "pool", {200: "LeaseList"}, _READ),
+    Operation("GET", "/v1/queue", collections.list_queue, "pool", {200: "QueueList"}, _READ),
     Operation("GET", "/livez", health.livez, "health", {200: "Health"}, _ALWAYS),
     Operation(
         "GET",
@@ -138,7 +158,9 @@ OPERATIONS: tuple[Operation, ...] = (
         "health",
         {200: "Health"},
         (*_ALWAYS, "draining", "store_unavailable", "no_ready_card"),
-        query={"scope": "`gateway`: whether a balancer may send requests here"},
+        query={
+            "scope": Parameter("`gateway`: whether a balancer may send requests here", {"enum": ["gateway"]})
+        },
     ),
     Operation("GET", "/metrics", health.show_metrics, "health", {200: "Metrics"}, _ALWAYS),
 )

@@ -149,7 +149,7 @@ async def list_jobs(
     """
     after_ms, _, after_id = (cursor or "").partition("-")
     # 15 digits are below 2**53, which is as far as a number of the store's scripts goes.
-    if cursor and re.fullmatch(r"[0-9]{1,15}-[0-9a-f]{32}", cursor) is None:
+    if cursor is not None and re.fullmatch(r"[0-9]{1,15}-[0-9a-f]{32}", cursor) is None:
         raise errors.InvalidInput(
             f"cursor {cursor[:60]!r} is not one that a former page gave", field="cursor"
         )
