@@ -137,9 +137,9 @@ class Catalogue:
     def why_nowhere(self, name: str) -> str | None:
         """What the cards say of a model that none of them can serve; None where one can, or none says."""
         view = self._views.get(name)
-        if view is None or any(is_ready for _, is_ready, _ in view.cards.values()):
+        if view is None or any(place.is_ready for place in view.cards.values()):
             return None
-        said = [f"{card}: {reason}" for card, (_, _, reason) in sorted(view.cards.items()) if reason]
+        said = [f"{card}: {place.reason}" for card, place in sorted(view.cards.items()) if place.reason]
         return "; ".join(said[:MAX_REASONS])[:MAX_WHY] or None
 
     def why_nothing(self) -> str | None:
@@ -155,8 +155,9 @@ class Catalogue:
         if "@" in asked:
             chosen = [model for model in view.versions if model.version == version]
         else:
-            ready = {version for version, is_ready, _ in view.cards.values() if is_ready}
-            chosen = [model for model in view.versions if model.version in ready] or list(view.versions)
+            # Loaded is enough: a card that takes nothing now may well be the one that runs the job.
+            loaded = {place.version for place in view.cards.values() if place.is_loaded}
+            chosen = [model for model in view.versions if model.version in loaded] or list(view.versions)
         readers = tuple(reader for model in chosen if (reader := self._reader(model)) is not None)
         if not readers:
             return None

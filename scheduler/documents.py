@@ -184,17 +184,19 @@ def queue_document(view: QueueView) -> Document:
 
 
 def model_document(view: ModelView) -> Document:
-    """A model, its versions and its cards. `created` is since when it is known, in seconds."""
+    """A model, its versions and its cards. `created` is since when it is known, in seconds. ready: on a card
+    that takes jobs now.
+    """
     return {
         "id": view.name,
         "object": "model",
         "created": view.created_ms // 1000,
         "owned_by": view.versions[0].owned_by if view.versions else "vramgate",
-        "ready": any(ready for _, ready, _ in view.cards.values()),
+        "ready": any(place.is_ready for place in view.cards.values()),
         "versions": [_version(version) for version in view.versions],
         "cards": [
-            {"id": card, "version": version, "ready": ready, "reason": reason}
-            for card, (version, ready, reason) in sorted(view.cards.items())
+            {"id": card, "version": place.version, "ready": place.is_ready, "reason": place.reason}
+            for card, place in sorted(view.cards.items())
         ],
     }
 

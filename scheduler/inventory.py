@@ -12,7 +12,7 @@ from scheduler.cards import unpack_hosted
 from scheduler.registration import HostedModel, Sample
 from scheduler.states import OperatorState
 from scheduler.store import Reply, Store
-from scheduler.views import CardView, LeaseView, Ledger, ModelView, QueueView
+from scheduler.views import CardView, LeaseView, Ledger, ModelOnCard, ModelView, QueueView, with_reason
 from vramgate import errors
 
 
@@ -178,21 +178,28 @@ async def queue(store: Store) -> tuple[QueueView, ...]:
 async def models(store: Store) -> tuple[ModelView, ...]:
     """Every model that is known, with its versions and the cards that host it."""
     reply = await _ask(store, "models")
-    hosted = {view.id: {model.name: model for model in view.models} for view in await cards(store)}
+    places: dict[str, dict[str, ModelOnCard]] = {}
+    for view in await cards(store):
+        for model in view.models:
+            places.setdefault(model.name, {})[view.id] = _on_card(model, view)
     return tuple(
         ModelView(
             name=told["name"],
             created_ms=int(told["since"]),
             last_seen_ms=int(told["seen"]),
             versions=tuple(unpack_hosted(reply.blobs[index - 1]) for index in told["versions"] or ()),
-            cards={
-                card_id: (model.version, model.ready, model.reason)
-                for card_id, on_card in hosted.items()
-                if (model := on_card.get(told["name"])) is not None
-            },
+            cards=places.get(told["name"], {}),
         )
         for told in reply.fields["models"] or ()
     )
+
+
+def _on_card(model: HostedModel, card: CardView) -> ModelOnCard:
+    """What the agent says of the model goes first; a loaded model is no readier than its card."""
+    is_ready = model.ready and card.state == "ready"
+    if is_ready or not model.ready:
+        return ModelOnCard(model.version, model.ready, is_ready, model.reason)
+    return ModelOnCard(model.version, True, False, f"the card is {with_reason(card.state, card.reason)}")
 
 
 async def audit(store: Store) -> Mapping[str, int]:

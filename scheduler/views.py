@@ -104,6 +104,13 @@ class CardView:
     head: str | None
 
 
+def with_reason(state: str, reason: str | None) -> str:
+    """A state and why, without saying `cordoned` twice for `cordoned by an operator`."""
+    if not reason:
+        return state
+    return reason if reason.startswith(state) else f"{state}: {reason}"
+
+
 @dataclass(frozen=True, slots=True)
 class LeaseView:
     """A live lease. kind: job (later: external). state: leased, handed, running or ending (its job is settled
@@ -135,14 +142,26 @@ class QueueView:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelOnCard:
+    """A model on one of its cards. is_loaded: its agent has it loaded and the ledger takes it. is_ready: the
+    card can be granted on as well; reason says why not.
+    """
+
+    version: str
+    is_loaded: bool
+    is_ready: bool
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelView:
-    """A model as the pool knows it. versions: descriptors. cards: card id -> (version, ready, reason)."""
+    """A model as the pool knows it. versions: descriptors. cards: by id."""
 
     name: str
     created_ms: int
     last_seen_ms: int
     versions: tuple[HostedModel, ...]
-    cards: Mapping[str, tuple[str, bool, str | None]]
+    cards: Mapping[str, ModelOnCard]
 
 
 @dataclass(frozen=True, slots=True)

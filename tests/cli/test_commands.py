@@ -19,6 +19,7 @@ from rich.console import Console
 from scheduler import admission, documents, inventory
 from scheduler.settings import Settings
 from scheduler.store import Store
+from scheduler.views import with_reason
 from tests.ledger.fake_agent import GIB, FakeAgent, failed, ok, request
 from vramgate.cli import tables, upfile
 from vramgate.cli.exits import DONE, FAILED, INTERRUPTED, MISSING, UNREACHABLE, USAGE
@@ -308,7 +309,7 @@ def test_tables_are_readable_at_80_columns() -> None:
             heads, *lines = shown.splitlines()
             assert "…" not in shown and heads.split() == [head for head, _ in columns], shown
             assert max(map(len, lines)) <= width, shown
-    assert tables.with_reason("cordoned", "cordoned by an operator") == "cordoned by an operator"
+    assert with_reason("cordoned", "cordoned by an operator") == "cordoned by an operator"
 
 
 async def test_an_empty_id_and_an_unknown_model_are_told(shell: Shell, agent: FakeAgent) -> None:

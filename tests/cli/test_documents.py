@@ -11,7 +11,7 @@ import pytest
 from scheduler import documents
 from scheduler.registration import HostedModel, Sample
 from scheduler.submissions import Outcome
-from scheduler.views import CardView, JobView, LeaseView, Ledger, ModelView, QueueView
+from scheduler.views import CardView, JobView, LeaseView, Ledger, ModelOnCard, ModelView, QueueView
 
 JOB = "0f" * 16
 LEASE = "1e" * 16
@@ -210,7 +210,7 @@ def test_lists_leases_queues_and_models() -> None:
     lease = documents.lease_document(LeaseView(LEASE, "SIM-1", "job", 1000, JOB, "speech", "running", 5, 10))
     queue = documents.queue_document(QueueView("speech", 3, 999, 400, None))
     model = documents.model_document(
-        ModelView("speech", 5_500, 9_000, (MODEL,), {"SIM-1": ("v1", True, None)})
+        ModelView("speech", 5_500, 9_000, (MODEL,), {"SIM-1": ModelOnCard("v1", True, True, None)})
     )
     assert documents.list_document([lease], "c") == {"object": "list", "data": [lease], "next": "c"}
     assert (lease["object"], lease["id"], lease["cards"], lease["job"]) == ("lease", LEASE, ["SIM-1"], JOB)

@@ -37,7 +37,8 @@ async def _shown(store: Store, card: str, model: str = "echo") -> tuple[bool, in
     """ready, slots and reason of a model, as its card and the model itself show them."""
     found = {each.name: each for each in (await inventory.card(store, card)).models}[model]
     (view,) = [view for view in await inventory.models(store) if view.name == model]
-    assert view.cards[card] == (found.version, found.ready, found.reason)
+    place = view.cards[card]
+    assert (place.version, place.is_loaded, place.reason) == (found.version, found.ready, found.reason)
     return found.ready, found.slots, found.reason
 
 

@@ -20,8 +20,8 @@ from scheduler import inventory
 from scheduler.embedded import EmbeddedServer, ServerError
 from scheduler.settings import Settings, load_settings
 from scheduler.store import Store
-from scheduler.views import CardView
-from vramgate.cli import background, tables, upfile
+from scheduler.views import CardView, with_reason
+from vramgate.cli import background, upfile
 from vramgate.cli.exits import Failure
 from vramgate.cli.preflight import check_entrypoints, check_ports, check_simulation, lock_directory
 from vramgate.cli.service_process import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Say, ServiceProcess
@@ -289,5 +289,5 @@ def card_line(card: CardView) -> str:
         model.name if model.ready else f"{model.name} (not ready: {model.reason or 'loading'})"
         for model in card.models
     ]
-    state = tables.with_reason(card.state, card.reason)
+    state = with_reason(card.state, card.reason)
     return f"card     {card.name}  {card.id}  {card.product}  {state}  models: {', '.join(models) or 'none'}"

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scheduler.documents import Document
+from scheduler.views import with_reason
 from vramgate.quantities import format_size
 
 SHORT_ID = 12
@@ -88,13 +89,6 @@ def _sum(terms: dict[str, int]) -> str:
 def _text(value: Any) -> str:
     # Square brackets would be taken for markup.
     return "" if value is None else str(value).replace("[", r"\[")
-
-
-def with_reason(state: str, reason: str | None) -> str:
-    """A state and why, without saying `cordoned` twice for `cordoned by an operator`."""
-    if not reason:
-        return state
-    return reason if reason.startswith(state) else f"{state}: {reason}"
 
 
 def _used(card: Document) -> str:
