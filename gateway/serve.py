@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import logging
 import multiprocessing
 import os
@@ -35,6 +34,7 @@ from gateway.ledger import Ledger
 from gateway.lifecycle import Lifecycle
 from gateway.metrics import MULTIPROCESS_DIR
 from gateway.protocol import BoundedProtocol
+from scheduler.exposure import why_not_served
 from scheduler.logs import log_event
 from scheduler.settings import Settings
 from scheduler.store import BadStore, Store
@@ -87,24 +87,10 @@ def serve(settings: Settings) -> int:
     return 0
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this host can reach an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _refuse_open_door(settings: Settings) -> None:
-    host = settings.gateway.host
-    if not is_loopback(host) and not settings.gateway.insecure:
-        raise CannotStart(
-            f"{host} can be reached from other hosts and there are no keys; "
-            "listen on 127.0.0.1 or say --insecure",
-            exit_code=2,
-        )
+    why = why_not_served(settings.gateway)
+    if why is not None:
+        raise CannotStart(why, exit_code=2)
 
 
 def _probe_store(settings: Settings) -> None:

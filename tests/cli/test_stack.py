@@ -127,7 +127,8 @@ async def test_up_serves_and_ends_in_order(plan: Plan, capsys: pytest.CaptureFix
     stack = Stack(plan, say=said.append)
     try:
         await stack.start()
-        assert said[0].startswith("ledger   redis://127.0.0.1:") and said[1] == f"gateway  {stack.urls[0]}"
+        assert said[0].startswith("ledger   redis://127.0.0.1:")
+        assert said[1:3] == ["logs     .vramgate/logs", f"gateway  {stack.urls[0]}"]
         running = upfile.read(stack.data_dir)
         assert running is not None and running.gateways == stack.urls and running.pid == os.getpid()
         await until("the gateway has seen the card", lambda: is_ready(stack))

@@ -99,6 +99,8 @@ def test_from_up_to_ctrl_c(folder: Path, up: subprocess.Popen[str]) -> None:
     assert lines[0].startswith("ledger   redis://") and any(
         line.startswith("gateway  http://") for line in lines
     )
+    assert lines.count("logs     .vramgate/logs") == 1
+    assert {file.name for file in (folder / ".vramgate/logs").iterdir()} >= {"agents.log"}
     assert run("infer", "double", '{"x": 21}', cwd=folder).stdout == "42.0\n"
     for view, words in (
         ("cards", r":0 +ready +double"),
@@ -171,6 +173,21 @@ def test_what_cannot_start_says_why_in_one_line(
     ended = run("up", "--port", str(free_port()), *arguments, cwd=folder)
     assert ended.returncode == code, ended
     assert words in ended.stderr and ended.stderr.count("\n") == 1 and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("where", ["--host", "configuration"])
+def test_an_open_door_is_refused_before_anything_starts(folder: Path, where: str) -> None:
+    """An address that other hosts can reach is usage without --insecure; no ledger was started for it."""
+    arguments = ["--simulate", "1x512MiB", "--port", str(free_port())]
+    if where == "--host":
+        arguments += ["--host", "0.0.0.0"]
+    else:
+        with (folder / "vramgate.toml").open("a") as file:
+            file.write('[gateway]\nhost = "0.0.0.0"\n')
+    ended = run("up", *arguments, cwd=folder)
+    assert (ended.returncode, ended.stdout) == (2, "") and ended.stderr.count("\n") == 1
+    assert "0.0.0.0 can be reached from other hosts" in ended.stderr and "--insecure" in ended.stderr
+    assert not (folder / ".vramgate").exists()
 
 
 def test_the_demo_keeps_its_promises(tmp_path: Path) -> None:

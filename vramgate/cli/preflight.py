@@ -1,5 +1,5 @@
-"""What `up` can tell to be wrong before it starts anything: ports that are taken, entry points that are not
-there.
+"""What `up` can tell to be wrong before it starts anything: addresses that it may not serve, ports that are
+taken, entry points that are not there.
 
 Owns these checks, each with one line that names the thing and the remedy. Nothing of the user's is imported
 here; what only an import shows is said by the agent.
@@ -16,6 +16,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from scheduler.exposure import why_not_served
 from scheduler.settings import Settings, config_file, model_directories
 from vramgate.cli.exits import Failure, Misuse
 
@@ -32,6 +33,13 @@ def check_ports(host: str, ports: Sequence[int]) -> None:
                 raise Failure(
                     f"port {port} on {host} cannot be used: {error}; choose another with --port"
                 ) from None
+
+
+def check_door(settings: Settings) -> None:
+    """Raise Misuse for an address that gateways may not serve."""
+    why = why_not_served(settings.gateway)
+    if why is not None:
+        raise Misuse(why)
 
 
 def check_simulation(simulate: str | None) -> None:

@@ -25,6 +25,7 @@ SimulateOption = Annotated[
         "--simulate", metavar="2x24GiB", help="Cards simulated on this host's memory, without a GPU."
     ),
 ]
+HostOption = Annotated[str | None, typer.Option("--host", help="Address to listen on.")]
 InsecureOption = Annotated[
     bool, typer.Option("--insecure", help="Serve other addresses than loopback, without keys.")
 ]
@@ -36,7 +37,7 @@ _NEEDS = {
 
 
 def gateway(
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    host: HostOption = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, max=64, help="Worker processes.")] = None,
     insecure: InsecureOption = False,
@@ -46,8 +47,11 @@ def gateway(
 ) -> None:
     """One gateway: HTTP in front of the ledger."""
     target = find(redis, pool=pool, config=config)
-    command = gateway_command(target.settings, config=config, port=port, workers=workers, insecure=insecure)
-    _become(command + (["--host", host] if host is not None else []))
+    _become(
+        gateway_command(
+            target.settings, config=config, host=host, port=port, workers=workers, insecure=insecure
+        )
+    )
 
 
 def agent(
@@ -72,13 +76,14 @@ def gateway_command(
     settings: Settings,
     *,
     config: Path | None,
+    host: str | None = None,
     port: int | None = None,
     workers: int | None = None,
     insecure: bool = False,
 ) -> list[str]:
     """The command line of one gateway. Raises Failure when its extra is not installed."""
     command = _service("gateway", settings, config)
-    for option, value in (("--port", port), ("--workers", workers)):
+    for option, value in (("--host", host), ("--port", port), ("--workers", workers)):
         if value is not None:
             command += [option, str(value)]
     return command + (["--insecure"] if insecure else [])

@@ -23,7 +23,13 @@ from scheduler.store import Store
 from scheduler.views import CardView, with_reason
 from vramgate.cli import background, upfile
 from vramgate.cli.exits import Failure
-from vramgate.cli.preflight import check_entrypoints, check_ports, check_simulation, lock_directory
+from vramgate.cli.preflight import (
+    check_door,
+    check_entrypoints,
+    check_ports,
+    check_simulation,
+    lock_directory,
+)
 from vramgate.cli.service_process import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Say, ServiceProcess
 from vramgate.cli.services import agent_command, gateway_command
 from vramgate.cli.target import Target, open_store
@@ -50,6 +56,7 @@ class Plan:
     simulate: str | None
     gateways: int = 1
     workers: int | None = None
+    host: str | None = None
     port: int | None = None
     redis: str | None = None
     pool: str | None = None
@@ -64,7 +71,7 @@ class Stack:
     def __init__(self, plan: Plan, *, say: Say) -> None:
         self._plan = plan
         self._say = say
-        self.settings = load_settings(plan.config, redis_url=plan.redis, pool=plan.pool)
+        self.settings = _settings_of(plan, redis_url=plan.redis)
         self.data_dir = Path.cwd() / self.settings.redis.data_dir
         is_named = plan.redis is not None or "redis_url" in self.settings.model_fields_set
         self._has_server = plan.is_alone or not is_named
@@ -96,6 +103,7 @@ class Stack:
         """Server, gateways, agents. Raises Failure or ServerError in one line; `stop` must be called either
         way.
         """
+        check_door(self.settings)
         check_ports(self.settings.gateway.host, self._ports)
         check_entrypoints(self.settings, self._plan.config)
         check_simulation(self._plan.simulate)
@@ -106,6 +114,7 @@ class Stack:
             async with open_store(Target(self.settings, "from --redis or the configuration")):
                 pass  # a ledger that does not answer, or that evicts, is told before anything is started
         upfile.write(self.data_dir, self._running())
+        self._say(f"logs     {self.settings.redis.data_dir / 'logs'}")
         # Side by side: loading models takes long, and an agent that cannot start shall not wait to say so.
         starting = [
             asyncio.create_task(self._start_gateways(), name="start gateways"),
@@ -139,7 +148,7 @@ class Stack:
 
     async def _start_server(self) -> None:
         await self._server.start(self.data_dir / "server")
-        self.settings = load_settings(self._plan.config, redis_url=self._server.url, pool=self._plan.pool)
+        self.settings = _settings_of(self._plan, redis_url=self._server.url)
         self._say(
             f"ledger   {self._server.url}  (data in {self.settings.redis.data_dir}, pid {self._server.pid})"
         )
@@ -170,7 +179,12 @@ class Stack:
         drains = settings.gateway.drain_s if "drain_s" in settings.gateway.model_fields_set else LOCAL_DRAIN_S
         for port in self._ports:
             command = gateway_command(
-                settings, config=plan.config, port=port, workers=plan.workers, insecure=plan.insecure
+                settings,
+                config=plan.config,
+                host=plan.host,
+                port=port,
+                workers=plan.workers,
+                insecure=plan.insecure,
             )
             command += ["--drain", f"{drains}s"]
             gateway = ServiceProcess(
@@ -221,6 +235,11 @@ class Stack:
             gateways=self.urls,
             simulate=self._plan.simulate,
         )
+
+
+def _settings_of(plan: Plan, *, redis_url: str | None) -> Settings:
+    door = {"host": plan.host, "insecure": True if plan.insecure else None}
+    return load_settings(plan.config, redis_url=redis_url, pool=plan.pool, gateway=door)
 
 
 def _shared_cores(simulate: str | None) -> dict[str, str]:

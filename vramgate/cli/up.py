@@ -12,7 +12,7 @@ import typer
 
 from vramgate.cli import background
 from vramgate.cli.exits import INTERRUPTED
-from vramgate.cli.services import InsecureOption, SimulateOption
+from vramgate.cli.services import HostOption, InsecureOption, SimulateOption
 from vramgate.cli.stack import Plan, Stack, watch_cards
 from vramgate.cli.target import ConfigOption, PoolOption
 
@@ -27,6 +27,7 @@ def up(
     workers: Annotated[
         int | None, typer.Option(min=1, max=64, help="Worker processes of each gateway.")
     ] = None,
+    host: HostOption = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="The first gateway's port.")] = None,
     redis: Annotated[
         str | None,
@@ -38,7 +39,7 @@ def up(
     """Everything on one box: the ledger's server, gateways, and an agent for each card. Ctrl-C drains and
     ends it.
     """
-    plan = Plan(config, simulate, gateways, workers, port, redis, pool, insecure)
+    plan = Plan(config, simulate, gateways, workers, host, port, redis, pool, insecure)
     raise typer.Exit(asyncio.run(_run(plan)))
 
 
