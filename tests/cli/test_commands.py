@@ -8,6 +8,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -74,7 +75,7 @@ async def test_cards_show_what_http_shows(store: Store, shell: Shell, agent: Fak
     code, out, _ = await shell.run("cards")
     assert code == DONE and "GPU-abc123" in out and "1 GiB" in out and "USED/TOTAL" in out
     code, out, _ = await shell.run("cards", "GPU-abc123")
-    assert code == DONE and "usable 10 GiB = resident 0 B" in out
+    assert code == DONE and re.search(r"ledger +usable 10 GiB =\s+resident +0 B\s+jobs +1 GiB", out)
     for job in await agent.claim():
         await agent.finish(ok(job))
 
@@ -176,6 +177,35 @@ async def test_a_prefix_that_fits_several_is_refused(store: Store, shell: Shell,
     await second.register()
     code, _, err = await shell.run("cards", "GPU-ab")
     assert code == USAGE and "GPU-abc123" in err and "GPU-abd" in err
+
+
+async def test_cards_of_one_name_are_told_apart(store: Store, shell: Shell) -> None:
+    """Two hosts may call a card vm:0: the list shows the beginning of each id beside it, which stands for
+    the card; the name alone names both. `--json` shows names as they are.
+    """
+    for id in ("GPU-abc123", "GPU-abd"):
+        twin = FakeAgent(store, id)
+        twin.name = "vm:0"
+        await twin.register()
+    _, out, _ = await shell.run("cards")
+    assert "vm:0 GPU-abc123" in out and "vm:0 GPU-abd" in out
+    assert (await shell.json("cards", "GPU-abc"))["id"] == "GPU-abc123"
+    code, _, err = await shell.run("card", "cordon", "vm:0")
+    assert code == USAGE and "vm:0 stands for 2 cards: GPU-abc123, GPU-abd" in err
+    assert (await shell.json("card", "cordon", "GPU-abd"))["operator_state"] == "cordoned"
+    assert {card["name"] for card in (await shell.json("cards"))["data"]} == {"vm:0"}
+
+
+def test_the_beginning_of_an_id_is_as_long_as_it_must_be() -> None:
+    """Twelve characters where they tell the ids apart, else as many as it takes."""
+    names = {"GPU-12345678-a": "vm:0", "GPU-12345678-b": "vm:0", "GPU-87654321-a": "vm:0", "SIM-1": "vm:1"}
+    told = tables.told_apart([{"id": id, "name": name} for id, name in names.items()])
+    assert [card["name"] for card in told] == [
+        "vm:0 GPU-12345678-a",
+        "vm:0 GPU-12345678-b",
+        "vm:0 GPU-87654321",
+        "vm:1",
+    ]
 
 
 async def test_nothing_reachable_says_where_it_looked(

@@ -87,6 +87,7 @@ class FakeAgent:
     ) -> None:
         self.store = store
         self.card = card
+        self.name = f"host:{card}"
         self.total = total
         self.models = tuple(models) or (hosted(),)
         self.slots = slots
@@ -134,7 +135,7 @@ class FakeAgent:
             card=self.card,
             session=self.session,
             host="host",
-            name=f"host:{self.card}",
+            name=self.name,
             index=0,
             product="fake",
             pid=1,

@@ -1,9 +1,10 @@
-"""The public objects as tables for people. Owns columns and wording; gets documents and knows no ledger."""
+"""Lists of public objects as tables for people. Owns columns and their wording; knows no ledger."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -63,27 +64,24 @@ def table(columns: Sequence[Column], documents: Iterable[Document]) -> Table:
     return drawn
 
 
-def properties(document: Document) -> Table:
-    """One object: a row for each member, nested ones as JSON."""
-    drawn = Table(box=None, pad_edge=False, show_header=False)
-    drawn.add_column(style="bold", no_wrap=True)
-    drawn.add_column(overflow="fold")
-    for name, value in document.items():
-        if name in ("ledger", "measured") and isinstance(value, dict):
-            drawn.add_row(name, _sum(value))
-        elif name.endswith("_bytes"):
-            drawn.add_row(name, size(value))
-        elif isinstance(value, dict | list):
-            drawn.add_row(name, _text(json.dumps(value, ensure_ascii=False)))
-        elif value is not None:
-            drawn.add_row(name, _text(value))
-    return drawn
+def told_apart(cards: Sequence[Document]) -> list[Document]:
+    """Cards with the beginning of their id beside a name that several have; it stands for the card wherever
+    one is named.
+    """
+    ids = [card["id"] for card in cards]
+    names = Counter(card["name"] for card in cards)
+    return [
+        card | {"name": f"{card['name']} {_unique_prefix(card['id'], ids)}"}
+        if names[card["name"]] > 1
+        else card
+        for card in cards
+    ]
 
 
-def _sum(terms: dict[str, int]) -> str:
-    """An identity: its total on the left, its terms on the right."""
-    (whole, total), *parts = terms.items()
-    return f"{whole} {size(total)} = " + " + ".join(f"{name} {size(value)}" for name, value in parts)
+def _unique_prefix(id: str, ids: Sequence[str]) -> str:
+    """The shortest beginning, of SHORT_ID characters at least, that no other id has."""
+    ends = range(min(SHORT_ID, len(id)), len(id))
+    return next((id[:end] for end in ends if sum(other.startswith(id[:end]) for other in ids) == 1), id)
 
 
 def _text(value: Any) -> str:

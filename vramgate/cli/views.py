@@ -22,6 +22,7 @@ from scheduler.documents import Document
 from scheduler.states import SETTLED, State
 from scheduler.store import Store
 from vramgate.cli import tables
+from vramgate.cli.details import properties
 from vramgate.cli.exits import Missing, Misuse
 from vramgate.cli.target import ConfigOption, JsonOption, PoolOption, RedisOption, find, open_store
 
@@ -58,7 +59,8 @@ def cards(
     config: ConfigOption = None,
 ) -> None:
     """The cards: state, what is leased on them, and what was measured."""
-    _show(fetch_cards, tables.CARDS, id, Where(redis, pool, config, as_json, watch), noun="card")
+    where = Where(redis, pool, config, as_json, watch)
+    _show(fetch_cards, tables.CARDS, id, where, noun="card", prepare=tables.told_apart)
 
 
 def leases(
@@ -113,7 +115,7 @@ def jobs(
     if state is not None and state not in get_args(State):
         raise Misuse(f"--state: {state!r} is none of {', '.join(get_args(State))}")
     if id is not None:
-        asyncio.run(_present(where, lambda store: fetch_job(store, id), tables.properties))
+        asyncio.run(_present(where, lambda store: fetch_job(store, id), properties))
         return
 
     async def fetch(store: Store) -> Document:
@@ -212,7 +214,15 @@ def pick(listed: Sequence[Document], prefix: str, *, noun: str) -> Document:
     return matching[only(list(matching), prefix, noun=noun)]
 
 
-def _show(fetch: Fetch, columns: Sequence[tables.Column], id: str | None, where: Where, *, noun: str) -> None:
+def _show(
+    fetch: Fetch,
+    columns: Sequence[tables.Column],
+    id: str | None,
+    where: Where,
+    *,
+    noun: str,
+    prepare: Callable[[Sequence[Document]], Sequence[Document]] = lambda listed: listed,
+) -> None:
     async def fetch_one(store: Store) -> Document:
         return pick(await fetch(store), id or "", noun=noun)
 
@@ -220,9 +230,9 @@ def _show(fetch: Fetch, columns: Sequence[tables.Column], id: str | None, where:
         return documents.list_document(await fetch(store))
 
     if id is not None:
-        asyncio.run(_present(where, fetch_one, tables.properties))
+        asyncio.run(_present(where, fetch_one, properties))
     else:
-        asyncio.run(_present(where, fetch_all, lambda found: tables.table(columns, found["data"])))
+        asyncio.run(_present(where, fetch_all, lambda found: tables.table(columns, prepare(found["data"]))))
 
 
 async def _present(
