@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
+from scheduler.expectation import expected
 from scheduler.settings import ClockSettings
 from vramgate.errors import InvalidInput, Refused
 from vramgate.quantities import Size
@@ -91,4 +92,8 @@ def _explain(error: ValidationError) -> Refused:
         return InvalidInput(f"unknown option {name[:80]!r}; {known}", field=f"options.{name[:80]}")
     shown = repr(first.get("input"))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return InvalidInput(f"option {name}: {first['msg']}, got {shown}", field=f"options.{name}")
+    if first["type"] == "value_error":
+        said = first["msg"].removeprefix("Value error, ")
+        return InvalidInput(f"option {name}: {said}", field=f"options.{name}")
+    wanted = expected(Options.model_fields[name])
+    return InvalidInput(f"option {name}: expected {wanted}, got {shown}", field=f"options.{name}")

@@ -1,23 +1,24 @@
 """Every setting of vramgate: name, default, bound and help in one place.
 
-Precedence: flags over environment (`VRAMGATE_A__B`) over `vramgate.toml` over these defaults. An unknown key
-is an error that suggests the nearest known one; a bad value names itself, its bound and what was given.
+Precedence: flags over environment (`VRAMGATE_A__B`) over `vramgate.toml` over these defaults. What is said of
+an unknown key or a bad value is `scheduler.misconfiguration`'s.
 `docs/configuration.md` is generated from this module.
 """
 
 from __future__ import annotations
 
-import difflib
+import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from redis.asyncio.connection import parse_url
 
+from scheduler.misconfiguration import explain, known_keys, nearest
 from vramgate.errors import VramgateError
 from vramgate.quantities import Seconds, Size
 
@@ -171,9 +172,18 @@ class AgentSettings(Section):
 
 class ModelSettings(Section):
     entrypoint: Annotated[
-        str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$", description="`module:Class` or `path/file.py:Class`")
+        str,
+        Field(
+            pattern=r"^[^:]+:[A-Za-z_]\w*$",
+            description="`module:Class` or `path/file.py:Class`",
+            examples=["module:Class", "path/file.py:Class"],
+        ),
     ]
-    cards: Literal["all"] | list[str] = Field("all", description="`all`, or UUIDs, or host:index")
+    cards: Literal["all"] | list[str] = Field(
+        "all",
+        description='`"all"`, or a list of ids and of names such as `"myhost:0"`',
+        examples=['"all"', 'a list such as ["GPU-7a41e0c2-...", "myhost:0"]'],
+    )
     concurrency: int | None = Field(
         None, ge=1, le=1024, description="At most so many jobs at once; default: what memory allows"
     )
@@ -209,7 +219,13 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _is_a_url_of_redis(cls, url: str) -> str:
-        parse_url(url)
+        try:
+            parse_url(url)
+        except ValueError:
+            raise ValueError(
+                "expected redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix://PATH, got "
+                f"{without_password(url)!r}"
+            ) from None
         return url
 
     @classmethod
@@ -263,7 +279,7 @@ def load_settings(config: Path | None = None, **overrides: Any) -> Settings:
     try:
         return Settings(**_given(overrides))
     except ValidationError as error:
-        raise ConfigError(_explain(error, path)) from None
+        raise ConfigError(explain(error, path, Settings)) from None
     finally:
         _TomlSource.current = {}
 
@@ -277,71 +293,35 @@ def _given(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in cleaned.items() if value != {}}
 
 
-def known_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of the configuration; `models.*` stands for any model name."""
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from known_keys(field.annotation, f"{prefix}{name}.")
-        elif name == "models" and model is Settings:
-            yield from known_keys(get_args(field.annotation)[1], "models.*.")
-        else:
-            yield prefix + name
-
-
-def _nearest(word: str) -> str:
-    plain = [key.replace("*.", "") for key in known_keys()]
-    heads = {key.split(".")[0] for key in plain}
-    leaf = word.rsplit(".", 1)[-1]
-    tails = [
-        key
-        for key in plain
-        if key.rsplit(".", 1)[-1]
-        in difflib.get_close_matches(leaf, [k.rsplit(".", 1)[-1] for k in plain], 1, 0.6)
-    ]
-    found = difflib.get_close_matches(word, [*plain, *heads], 1, 0.6) or tails[:1]
-    return f"; did you mean {found[0]}?" if found else ""
-
-
 def _refuse_unknown_env() -> None:
-    keys = {ENV_PREFIX + key.upper().replace(".", "__") for key in known_keys()}
-    sections = {ENV_PREFIX + key.split(".")[0].upper() for key in known_keys()}
-    for name in os.environ:
+    known = list(known_keys(Settings))
+    keys = {ENV_PREFIX + key.upper().replace(".", "__") for key in known}
+    sections = {ENV_PREFIX + key.split(".")[0].upper() for key in known}
+    for name, value in os.environ.items():
         if not name.startswith(ENV_PREFIX) or name.startswith(INTERNAL_ENV):
             continue
-        if name in keys or name in sections or name.startswith(ENV_PREFIX + "MODELS__"):
+        if name in keys or name.startswith(ENV_PREFIX + "MODELS__"):
+            continue
+        if name in sections:
+            _refuse_half_a_table(name, value)
             continue
         word = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
-        raise ConfigError(f"environment variable {name} is no setting of vramgate{_nearest(word)}")
+        raise ConfigError(f"environment variable {name} is no setting of vramgate{nearest(Settings, word)}")
+
+
+def _refuse_half_a_table(name: str, value: str) -> None:
+    """A whole table may be given as a JSON object; what is none would be told in another library's words."""
+    try:
+        is_table = isinstance(json.loads(value), dict)
+    except ValueError:
+        is_table = False
+    if not is_table:
+        raise ConfigError(
+            f"environment variable {name}: expected a JSON object; a single key of it is {name}__KEY"
+        )
 
 
 def without_password(url: str) -> str:
     """The address of a ledger as it may be shown."""
     scheme, separator, rest = str(url).partition("://")
     return f"{scheme}{separator}{rest.rsplit('@', 1)[-1]}"
-
-
-def _explain(error: ValidationError, path: Path) -> str:
-    # An unknown key first: the one that is missing beside it is most often the same, misspelt.
-    first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-    loc = [str(part) for part in first["loc"]]
-    key = ".".join(loc) or str(path)
-    if first["type"] == "extra_forbidden":
-        return f"{path}: unknown key {key}{_nearest_of(loc)}"
-    if first["type"] == "missing":
-        return f"{path}: {key} is missing; write {ModelSettings.model_fields['entrypoint'].description}"
-    said = first["msg"]
-    if first["type"] == "value_error":
-        said = said.removeprefix("Value error, ")
-    elif first["type"] == "string_pattern_mismatch" and loc[-1] == "entrypoint":
-        said = "write module:Class or file.py:Class"
-    shown = repr(without_password(first["input"]) if key == "redis_url" else first.get("input"))
-    # A table as a whole, or what the text has named already, is not said again.
-    if isinstance(first.get("input"), Mapping | Section) or shown in said:
-        return f"configuration: {key}: {said}"
-    return f"configuration: {key}: {said}, got {shown if len(shown) < 100 else shown[:97] + '...'}"
-
-
-def _nearest_of(loc: Sequence[str]) -> str:
-    if loc[0] != "models" or len(loc) < 3:
-        return _nearest(".".join(loc))
-    return _nearest(".".join(["models", *loc[2:]])).replace("models.", f"models.{loc[1]}.")
