@@ -49,11 +49,19 @@ class Units:
         """
         value = self._root({**defaults, **inputs} if defaults else inputs)
         if not math.isfinite(value) or not 0 < value <= MAX_UNITS:
-            raise InputError(
-                f"the input counts {value:g} units ({self.text}); it must be over 0 and at most 2**53",
-                field=min(self.fields) if len(self.fields) == 1 else None,
-            )
+            raise self._out_of_bounds(value)
         return value
+
+    def _out_of_bounds(self, value: float) -> InputError:
+        """What takes no memory cannot be leased, nor what takes more than there can be."""
+        said = (
+            f"is too small: {self.text} is {value:g}, and must be above 0"
+            if value <= 0
+            else f"is too large: {self.text} is {value:g}, and may be 2**53 at most"
+        )
+        if len(self.fields) == 1:
+            return InputError(said, field=min(self.fields))
+        return InputError(f"the input {said}")
 
 
 @functools.lru_cache(maxsize=1024)

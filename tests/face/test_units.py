@@ -122,6 +122,26 @@ def test_absurd_inputs_are_the_caller_s_fault(text: str, inputs: dict[str, Any],
     assert refused.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("text", "inputs", "said"),
+    [
+        ("len(text)", {"text": ""}, "is too small: len(text) is 0, and must be above 0"),
+        (
+            "height * width",
+            {"height": 0, "width": 4},
+            "the input is too small: height * width is 0, and must be above 0",
+        ),
+        ("height - 5", {"height": 4}, "is too small: height - 5 is -1, and must be above 0"),
+        ("8 / height", {"height": 0}, "is too large: 8 / height is inf, and may be 2**53 at most"),
+    ],
+)
+def test_what_is_too_small_or_too_large_is_said_plainly(text: str, inputs: dict[str, Any], said: str) -> None:
+    """The words go on from the field's name, which whoever tells the caller puts before them."""
+    with pytest.raises(InputError) as refused:
+        compile_units(text).evaluate(inputs)
+    assert refused.value.detail == said
+
+
 # Time is not part of these claims, and a busy machine is no failure.
 _CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
