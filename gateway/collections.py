@@ -16,12 +16,12 @@ View = TypeVar("View")
 
 
 async def list_models(gateway: Gateway, request: Request) -> Response:
-    """GET /v1/models: what agents have published within `retention.known_ttl_s`."""
+    """The models that agents have published within `retention.known_ttl_s`."""
     return await _list(request, gateway.ledger.models, documents.model_document)
 
 
 async def get_model(gateway: Gateway, request: Request) -> Response:
-    """GET /v1/models/{id}."""
+    """One model: its versions, schemas, estimates and cards."""
     form = headers.parse_accept(headers.get(request, b"accept"))
     name = request.path_params["model"]
     views = {view.name: view for view in await gateway.ledger.models()}
@@ -31,17 +31,17 @@ async def get_model(gateway: Gateway, request: Request) -> Response:
 
 
 async def list_cards(gateway: Gateway, request: Request) -> Response:
-    """GET /v1/cards: every known card with both identities of its memory."""
+    """Every known card with both identities of its memory."""
     return await _list(request, gateway.ledger.cards, documents.card_document)
 
 
 async def list_leases(gateway: Gateway, request: Request) -> Response:
-    """GET /v1/leases: live leases of all cards; tokens are never among it."""
+    """The live leases of all cards; tokens are never among it."""
     return await _list(request, gateway.ledger.leases, documents.lease_document)
 
 
 async def list_queue(gateway: Gateway, request: Request) -> Response:
-    """GET /v1/queue: one row per class of waiting jobs."""
+    """What waits: one row per class of jobs (a model, or a model at a version)."""
     return await _list(request, gateway.ledger.queue, documents.queue_document)
 
 

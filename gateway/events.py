@@ -45,7 +45,7 @@ _MAX_ID_PART = 2**64 - 1
 
 
 async def job_events(gateway: Gateway, request: Request) -> Response:
-    """GET /v1/jobs/{id}/events; 404 for a job that is not there, before the stream begins."""
+    """The job's events as they come; 404 for a job that is not there, before the stream begins."""
     headers.parse_accept(headers.get(request, b"accept"), events=True)
     resume = parse_event_id(headers.get(request, b"last-event-id"))
     job_id = paths.job_id(request)

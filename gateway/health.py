@@ -16,14 +16,14 @@ from vramgate.errors import Draining, InvalidInput, NoReadyCard, StoreUnavailabl
 
 
 async def livez(gateway: Gateway, request: Request) -> Response:
-    """GET /livez: 200 while the process answers at all."""
+    """200 while the process answers at all."""
     return rendering.render({"status": "alive"})
 
 
 async def readyz(gateway: Gateway, request: Request) -> Response:
-    """GET /readyz[?scope=gateway]:
+    """200 when a request could succeed now, else 503 with the reason.
 
-    200, or 503 with the reason. Not logged as a refusal: it is asked all the time.
+    Not logged as a refusal: it is asked all the time.
     """
     scope = request.query_params.get("scope")
     if scope not in (None, "gateway"):
@@ -40,7 +40,7 @@ async def readyz(gateway: Gateway, request: Request) -> Response:
 
 
 async def show_metrics(gateway: Gateway, request: Request) -> Response:
-    """GET /metrics: Prometheus text. A silent ledger is a gauge at 0 and not a failed scrape."""
+    """Prometheus text. A silent ledger is a gauge at 0 and not a failed scrape."""
     try:
         ledger = gateway.ledger
         pool = metrics.PoolCollector(await ledger.cards(), await ledger.queue(), await ledger.totals())

@@ -30,10 +30,7 @@ STATES: tuple[str, ...] = get_args(State)
 
 
 async def get_job(gateway: Gateway, request: Request) -> Response:
-    """GET /v1/jobs/{id}[?wait_s=N]:
-
-    200 in any state; with wait_s, not before it is settled or N seconds passed.
-    """
+    """A job in any state; with wait_s, not before it is settled or so many seconds have passed."""
     form = headers.parse_accept(headers.get(request, b"accept"))
     wait_s = _wait_s(request.query_params.get("wait_s"))
     job_id = paths.job_id(request)
@@ -51,7 +48,7 @@ async def get_job(gateway: Gateway, request: Request) -> Response:
 
 
 async def delete_job(gateway: Gateway, request: Request) -> Response:
-    """DELETE /v1/jobs/{id}[?force=true]: 202 with the job, also when it was finished before."""
+    """Cancel a job for all its callers; the same answer when it was finished before."""
     form = headers.parse_accept(headers.get(request, b"accept"))
     force = _flag(request.query_params.get("force"), "force")
     if force:
@@ -61,7 +58,7 @@ async def delete_job(gateway: Gateway, request: Request) -> Response:
 
 
 async def list_jobs(gateway: Gateway, request: Request) -> Response:
-    """GET /v1/jobs[?state=&model=&limit=&cursor=]: newest first."""
+    """A page of jobs, newest first."""
     form = headers.parse_accept(headers.get(request, b"accept"))
     query = request.query_params
     state = query.get("state")

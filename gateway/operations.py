@@ -20,7 +20,7 @@ MAX_WISH_BYTES = 4096
 
 
 async def patch_card(gateway: Gateway, request: Request) -> Response:
-    """PATCH /v1/cards/{id} {"state": "ready|cordoned|draining", "reason": "..."}: 200 with the card."""
+    """Make a card ready, cordoned or draining: {"state": ..., "reason": ...}; for operators."""
     headers.require_operator(request)
     form = headers.parse_accept(headers.get(request, b"accept"))
     card = paths.card_id(request)

@@ -34,9 +34,23 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     priority: int = Field(4, ge=0, le=MAX_PRIORITY, description="9 is most urgent")
-    max_wait_s: float | None = Field(None, gt=0, le=_DAY_S, allow_inf_nan=False)
-    run_timeout_s: float | None = Field(None, gt=0, le=_DAY_S, allow_inf_nan=False)
-    total_timeout_s: float | None = Field(None, gt=0, le=7 * _DAY_S, allow_inf_nan=False)
+    max_wait_s: float | None = Field(
+        None,
+        gt=0,
+        le=_DAY_S,
+        allow_inf_nan=False,
+        description="Seconds that the job may wait for a card, per attempt",
+    )
+    run_timeout_s: float | None = Field(
+        None, gt=0, le=_DAY_S, allow_inf_nan=False, description="Seconds that a run may take, per attempt"
+    )
+    total_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        le=7 * _DAY_S,
+        allow_inf_nan=False,
+        description="Seconds from submit to answer; never reset",
+    )
     vram: Annotated[Size, WithJsonSchema(_SIZE)] | None = Field(
         None, ge=1, lt=2**53, description="May raise the estimate, not lower it"
     )

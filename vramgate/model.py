@@ -90,7 +90,7 @@ class Model(abc.ABC):
     """Class of the inputs; items of a batch are instances of it. None: items are dicts, checked by nobody."""
 
     output_schema: ClassVar[type[pydantic.BaseModel] | None] = None
-    """Class of one output, for documentation and for a check before an answer leaves. Optional."""
+    """Class of one output, published for callers to read; answers are not checked against it."""
 
     units: ClassVar[str] = "1"
     """What memory grows with, as an expression over the inputs: see `vramgate.units`."""

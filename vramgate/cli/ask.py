@@ -28,7 +28,7 @@ def infer(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model, or model@version.")],
     inputs: Annotated[
         str | None,
-        typer.Argument(metavar="[JSON]", help="The inputs as a JSON object; - reads standard input."),
+        typer.Argument(metavar="JSON", help="The inputs as a JSON object; - reads standard input."),
     ] = None,
     file: Annotated[
         Path | None,

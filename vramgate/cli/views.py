@@ -31,9 +31,7 @@ _PAGE = 200
 _MOST_SCANNED = 20_000
 _FULL_ID = 32
 
-IdArgument = Annotated[
-    str | None, typer.Argument(metavar="[ID]", help="One of them, by id or unique prefix.")
-]
+IdArgument = Annotated[str | None, typer.Argument(metavar="ID", help="One of them, by id or unique prefix.")]
 WatchOption = Annotated[bool, typer.Option("--watch", help="Show it again each second, until Ctrl-C.")]
 
 Fetch = Callable[[Store], Awaitable[list[Document]]]
@@ -76,7 +74,7 @@ def leases(
 
 
 def queue(
-    id: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="One model's queue.")] = None,
+    id: Annotated[str | None, typer.Argument(metavar="MODEL", help="One model's queue.")] = None,
     as_json: JsonOption = False,
     watch: WatchOption = False,
     redis: RedisOption = None,
@@ -88,7 +86,7 @@ def queue(
 
 
 def models(
-    id: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="One model.")] = None,
+    id: Annotated[str | None, typer.Argument(metavar="MODEL", help="One model.")] = None,
     as_json: JsonOption = False,
     watch: WatchOption = False,
     redis: RedisOption = None,
