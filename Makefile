@@ -69,7 +69,7 @@ check: $(STAMP)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy $(CODE)
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q tests/docs
+	$(BIN)/python -m pytest -q tests/docs/test_pages.py
 
 bench: $(STAMP)
 	@set -e; for file in $(wildcard benchmarks/[a-z]*.py); do echo "== $$file"; $(BIN)/python "$$file" $(BENCH_ARGS); done

@@ -10,7 +10,15 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("configuration.md", "errors.md", "operations.md", "states.md")
+PAGES = (
+    "cli.md",
+    "configuration.md",
+    "errors.md",
+    "http.md",
+    "models.md",
+    "operations.md",
+    "states.md",
+)
 
 
 def _renderer() -> ModuleType:
@@ -43,4 +51,21 @@ def test_links_between_pages_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             if "://" not in target and not (page.parent / target).exists():
                 dead.append(f"{page.name}: {target}")
+    assert not dead
+
+
+def _heads(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def test_links_into_pages_lead_to_a_heading() -> None:
+    """`http.md#events` and `#events` name a heading of their page."""
+    dead = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+            at = page.parent / target if target else page
+            if anchor not in _heads(at):
+                dead.append(f"{page.name}: {target}#{anchor}")
     assert not dead
