@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One stamped memory reading of a card (3-memory-and-agent.md, "What may be granted").
+    """One stamped memory reading of a card; what may be granted is put together from the last one.
 
     own = reserved + context; all bytes. read_ms: Redis time of the reading, as the agent reckons it.
     used_by_lease: external lease id -> measured use of its process tree; None where processes are not

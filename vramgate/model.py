@@ -49,7 +49,7 @@ class Context(Protocol):
 
     @property
     def log(self) -> logging.Logger:
-        """A logger whose records carry the model and the card."""
+        """A logger named after the model; what it writes is in the log of the card's agent."""
 
     def progress(self, done: float, total: float, item: int | None = None) -> None:
         """Tell the callers how far the work is: for the item at this index, or for all with None."""
