@@ -2,7 +2,7 @@
 
 A block whose first line is `# NAME` is that file, whole; several blocks of one TOML name are its parts. In a
 block of the language `console`, a line that begins with `$ ` is a command, and the lines below are what it
-prints; `...` stands for anything.
+prints; `...` stands for anything, and alone on a line for any lines or none.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ class Step:
 
     def is_what_was_printed(self, text: str) -> bool:
         """Whether `text` is what the page says, whatever the width of columns."""
-        parts = map(re.escape, _narrow(self.printed).split("..."))
-        return re.fullmatch(".*?".join(parts), _narrow(text), re.DOTALL) is not None
+        lines = "".join(map(_pattern, _lines(self.printed)))
+        return re.fullmatch(lines, "".join(f"{line}\n" for line in _lines(text)), re.DOTALL) is not None
 
 
-def _narrow(text: str) -> str:
-    return "\n".join(" ".join(line.split()) for line in text.strip().splitlines())
+def _lines(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.strip().splitlines()]
+
+
+def _pattern(line: str) -> str:
+    return r"(?:[^\n]*\n)*" if line == "..." else ".*?".join(map(re.escape, line.split("..."))) + r"\n"
 
 
 def files(page: Path) -> dict[str, str]:
