@@ -46,6 +46,7 @@ class Emitter:
         self._session = session
         self._jobs: dict[str, _Job] = {}
         self._news = asyncio.Event()
+        self._sending = asyncio.Lock()
 
     def add(self, job: HandedJob, kind: str, data: Mapping[str, Any]) -> None:
         """Take an event; only the newest progress of a job is kept until it is sent."""
@@ -75,13 +76,18 @@ class Emitter:
             await self.flush(only_due=True)
 
     async def flush(self, *, only_due: bool = False) -> None:
-        """Send everything that waits: events may not come after the report that settles their job."""
-        now = time.monotonic()
-        for entry in list(self._jobs.values()):
-            # Nobody watches it as yet: somebody may come, and then a figure of the last second will do.
-            is_due = entry.job.wants_events or entry.outputs or now - entry.sent_at >= UNWATCHED_INTERVAL_S
-            if (entry.outputs or entry.progress) and (is_due or not only_due) and not entry.is_fenced:
-                await self._send(entry, now)
+        """Send everything that waits, after what is on its way already: events may not come after the report
+        that settles their job.
+        """
+        async with self._sending:
+            now = time.monotonic()
+            for entry in list(self._jobs.values()):
+                # Nobody watches it as yet: somebody may come, and then a figure of the last second will do.
+                is_due = (
+                    entry.job.wants_events or entry.outputs or now - entry.sent_at >= UNWATCHED_INTERVAL_S
+                )
+                if (entry.outputs or entry.progress) and (is_due or not only_due) and not entry.is_fenced:
+                    await self._send(entry, now)
 
     async def _send(self, entry: _Job, now: float) -> None:
         events: list[tuple[str, Mapping[str, Any]]] = [("output", data) for data in entry.outputs]
