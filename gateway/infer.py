@@ -113,8 +113,7 @@ async def _answer(
     wait_s = _wait_s(submit, preference)
     if wait_s <= 0:
         return await _accepted(gateway, submitted, form, preference)
-    with gateway.ledger.expecting(submitted.job_id) as future:
-        outcome = await wait_for_outcome(future, request, timeout_s=wait_s, lifecycle=gateway.lifecycle)
+    outcome = await wait_for_outcome(gateway, submitted.job_id, request, timeout_s=wait_s)
     return await _conclude(gateway, submit, submitted, outcome, form, preference)
 
 

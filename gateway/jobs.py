@@ -37,10 +37,7 @@ async def get_job(gateway: Gateway, request: Request) -> Response:
     client = secrets.token_hex(16) if wait_s > 0 else None
     view = await gateway.ledger.view(job_id, tenant=ANONYMOUS, client=client)
     if client is not None and view.state not in SETTLED:
-        with gateway.ledger.expecting(job_id) as future:
-            await wait_for_outcome(
-                future, request, timeout_s=wait_s, lifecycle=gateway.lifecycle, is_listener=True
-            )
+        await wait_for_outcome(gateway, job_id, request, timeout_s=wait_s, is_listener=True)
         view = await gateway.ledger.view(job_id, tenant=ANONYMOUS)
         if view.state not in SETTLED:
             await gateway.ledger.unwatch(job_id, client=client)

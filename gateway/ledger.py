@@ -17,7 +17,7 @@ import random
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway import metrics
@@ -246,18 +246,14 @@ class Ledger:
             raise StoreUnavailable(NOT_REACHED, retry_after_s=RETRY_AFTER_S)
         return self._reader
 
-    @contextlib.contextmanager
-    def expecting(self, job_id: str) -> Iterator[asyncio.Future[Outcome]]:
-        """The future of a stored job's outcome, shared by all who wait for it here;
+    def expect(self, job_id: str) -> results.Waiter:
+        """The future of a stored job's outcome. Pair it with `forget`."""
+        return self._require_reader().expect(job_id)
 
-        do not await it unshielded.
-        """
-        reader = self._require_reader()
-        future = reader.expect(job_id)
-        try:
-            yield future
-        finally:
-            reader.forget(job_id)
+    def forget(self, job_id: str, waiter: results.Waiter) -> None:
+        """Nobody waits on this future any more."""
+        if self._reader is not None:
+            self._reader.forget(job_id, waiter)
 
     @contextlib.asynccontextmanager
     async def news(self, job_id: str) -> AsyncIterator[asyncio.Event]:

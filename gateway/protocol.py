@@ -14,6 +14,7 @@ hardly any client pipelines, and a bound on what is held would stop the reading 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -27,6 +28,11 @@ ARRIVAL_S = 60.0
 
 LINGER_S = 0.5
 """Closing at once, with unread bytes, resets the connection, and then the client never reads why."""
+
+WATCH = "vramgate.watch"
+"""Key in the scope of a function that calls another when the client is gone; a task that waits is dearer."""
+
+Watch = Callable[[Callable[[], None]], Callable[[], object]]
 
 
 class HeadTooLarge(Exception):
@@ -44,6 +50,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_head_open = True
         self._is_deaf = False
         self._alarm: asyncio.TimerHandle | None = None
+        self._left: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(JoiningTransport(transport, self.loop))
@@ -52,6 +59,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         super().connection_lost(exc)
+        if self._left is not None:
+            self._left()
 
     def data_received(self, data: bytes) -> None:
         if self._is_deaf:
@@ -72,6 +81,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
             return
         super().on_message_begin()
+        self.scope[WATCH] = self._watch  # type: ignore[literal-required]
         self._is_arriving = self._is_head_open = True
         self._counted = 0
 
@@ -133,6 +143,18 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(HTTPStatus.REQUEST_TIMEOUT)
         else:
             self.transport.close()
+
+    def _watch(self, left: Callable[[], None]) -> Callable[[], None]:
+        """Call `left` when the client of the request under way is gone; returns what ends that."""
+        self._left = left
+        # A body above the high-water mark has paused reading, and then nobody hears the client leave.
+        self.flow.resume_reading()
+        if self.cycle.disconnected:
+            self.loop.call_soon(left)
+        return self._unwatch
+
+    def _unwatch(self) -> None:
+        self._left = None
 
     def _is_answering(self) -> bool:
         """Whether a request that has arrived is still to be answered."""

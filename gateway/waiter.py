@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.types import Receive
 
 from gateway import metrics
-from gateway.lifecycle import Lifecycle
+from gateway.context import Gateway
+from gateway.protocol import WATCH, Watch
 from scheduler.submissions import Outcome
 
 
@@ -26,48 +28,42 @@ class Ended(enum.Enum):
 
 
 async def wait_for_outcome(
-    future: asyncio.Future[Outcome],
-    request: Request,
-    *,
-    timeout_s: float,
-    lifecycle: Lifecycle,
-    is_listener: bool = False,
+    gateway: Gateway, job_id: str, request: Request, *, timeout_s: float, is_listener: bool = False
 ) -> Outcome | Ended:
-    """The outcome, or why there is none. The shared `future` is neither cancelled nor awaited.
+    """The outcome, or why there is none.
 
     is_listener: the caller can ask again elsewhere, so a worker that ends does not wait for this.
     The body must have been read: what else the client may send is its disconnect.
     """
-    if future.done():
-        return future.result()
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[Ended | None] = loop.create_future()
+    ended = gateway.ledger.expect(job_id)
 
-    def end(how: Ended | None) -> None:
+    def end(how: Ended) -> None:
         if not ended.done():
             ended.set_result(how)
 
-    def settled(_: asyncio.Future[Outcome]) -> None:
-        end(None)
-
-    def send_away() -> None:
-        end(Ended.CLOSING)
-
-    watch = loop.create_task(until_disconnect(request.receive), name="disconnect")
-    watch.add_done_callback(lambda task: None if task.cancelled() else end(Ended.LEFT))
-    future.add_done_callback(settled)
-    timer = loop.call_later(timeout_s, end, Ended.LATE)
-    ticket = lifecycle.wait_here(send_away, is_listener=is_listener)
+    stop_watching = _watch(request, lambda: end(Ended.LEFT))
+    timer = asyncio.get_running_loop().call_later(timeout_s, end, Ended.LATE)
+    ticket = gateway.lifecycle.wait_here(lambda: end(Ended.CLOSING), is_listener=is_listener)
     metrics.WAITING.inc()
     try:
-        how = await ended
+        how: Outcome | Ended = await ended
+        return how
     finally:
         metrics.WAITING.dec()
-        lifecycle.leave(ticket)
+        gateway.lifecycle.leave(ticket)
         timer.cancel()
-        future.remove_done_callback(settled)
-        watch.cancel()
-    return future.result() if how is None else how
+        stop_watching()
+        gateway.ledger.forget(job_id, ended)
+
+
+def _watch(request: Request, left: Callable[[], None]) -> Callable[[], object]:
+    """Call `left` when the client is gone; the end of that is returned."""
+    watch: Watch | None = request.scope.get(WATCH)
+    if watch is not None:
+        return watch(left)
+    task = asyncio.get_running_loop().create_task(until_disconnect(request.receive), name="disconnect")
+    task.add_done_callback(lambda done: None if done.cancelled() else left())
+    return task.cancel
 
 
 async def until_disconnect(receive: Receive) -> None:

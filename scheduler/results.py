@@ -36,10 +36,14 @@ SETTLED_EARLY = 4096
 """Outcomes remembered for a caller that asks a moment later: the answer can overtake the reply of submit."""
 
 
+Waiter = asyncio.Future[Any]
+"""Of an Outcome. It belongs to the one who waits, who may end it with something else."""
+
+
 @dataclass(slots=True)
 class _Pending:
-    future: asyncio.Future[Outcome]
-    waiters: int = 0
+    outcome: Outcome | None = None
+    waiters: set[Waiter] = field(default_factory=set)
     news: set[asyncio.Event] = field(default_factory=set)
 
 
@@ -80,11 +84,12 @@ class ResultReader:
             # Again and again, because the client can lose one that arrives together with its answer.
             _, left = await asyncio.wait(left, timeout=0.1)
         for pending in self._pending.values():
-            if not pending.future.done():
-                pending.future.set_exception(
-                    errors.Draining("this gateway is shutting down; ask again with the same key")
-                )
-                pending.future.exception()
+            for waiter in pending.waiters:
+                if not waiter.done():
+                    waiter.set_exception(
+                        errors.Draining("this gateway is shutting down; ask again with the same key")
+                    )
+                    waiter.exception()
         self._pending.clear()
         with contextlib.suppress(RedisError, OSError):
             await self._line.close()
@@ -94,42 +99,47 @@ class ResultReader:
         """How many jobs somebody of this worker waits for."""
         return len(self._pending)
 
-    def expect(self, job_id: str) -> asyncio.Future[Outcome]:
-        """The outcome of a job, once it settles. Shared by all waiters of this worker: shield it. Pair it
-        with `forget`.
-        """
-        pending = self._pending.get(job_id)
-        if pending is None:
-            pending = self._pending[job_id] = _Pending(asyncio.get_running_loop().create_future())
-        pending.waiters += 1
-        early = self._early.get(job_id)
-        if early is not None and not pending.future.done():
-            pending.future.set_result(early)
-        return pending.future
+    def expect(self, job_id: str) -> Waiter:
+        """The outcome of a job, once it settles. Pair it with `forget`."""
+        pending = self._enter(job_id)
+        waiter: Waiter = asyncio.get_running_loop().create_future()
+        pending.waiters.add(waiter)
+        if pending.outcome is not None:
+            waiter.set_result(pending.outcome)
+        return waiter
 
-    def forget(self, job_id: str) -> None:
+    def forget(self, job_id: str, waiter: Waiter) -> None:
         """One waiter less."""
         pending = self._pending.get(job_id)
-        if pending is None:
-            return
-        pending.waiters -= 1
-        if pending.waiters <= 0 and not pending.news:
-            del self._pending[job_id]
+        if pending is not None:
+            pending.waiters.discard(waiter)
+            self._leave(job_id, pending)
 
     @asynccontextmanager
     async def news(self, job_id: str) -> AsyncIterator[asyncio.Event]:
         """An event that is set whenever something new happened to the job; clear it before looking."""
-        self.expect(job_id)
+        pending = self._enter(job_id)
         event = asyncio.Event()
-        pending = self._pending[job_id]
         pending.news.add(event)
-        if pending.future.done():
+        if pending.outcome is not None:
             event.set()
         try:
             yield event
         finally:
             pending.news.discard(event)
-            self.forget(job_id)
+            self._leave(job_id, pending)
+
+    def _enter(self, job_id: str) -> _Pending:
+        pending = self._pending.get(job_id)
+        if pending is None:
+            pending = self._pending[job_id] = _Pending()
+        if pending.outcome is None:
+            pending.outcome = self._early.get(job_id)
+        return pending
+
+    def _leave(self, job_id: str, pending: _Pending) -> None:
+        if not pending.waiters and not pending.news:
+            self._pending.pop(job_id, None)
 
     async def _read_forever(self) -> None:
         failures = 0
@@ -205,8 +215,11 @@ class ResultReader:
             self._early[outcome.job_id] = outcome
             if len(self._early) > SETTLED_EARLY:
                 self._early.popitem(last=False)
-        elif not pending.future.done():
-            pending.future.set_result(outcome)
+        elif pending.outcome is None:
+            pending.outcome = outcome
+            for waiter in pending.waiters:
+                if not waiter.done():
+                    waiter.set_result(outcome)
         self._ring(outcome.job_id)
 
     def _ring(self, job_id: str) -> None:
@@ -242,7 +255,7 @@ class ResultReader:
     async def _check(self, job_ids: list[str]) -> None:
         for job_id in job_ids:
             pending = self._pending.get(job_id)
-            if pending is None or pending.future.done():
+            if pending is None or pending.outcome is not None:
                 continue
             try:
                 outcome = await jobs.outcome(self._store, job_id)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.app import create_app, short_way
 from gateway.context import Gateway
@@ -145,13 +146,15 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def run_gateway(settings: Settings) -> AsyncIterator[Running]:
+async def run_gateway(
+    settings: Settings, *, protocol: type[HttpToolsProtocol] = BoundedProtocol
+) -> AsyncIterator[Running]:
     app = create_app(settings)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
         uvicorn.Config(
             short_way(app),
-            http=BoundedProtocol,
+            http=protocol,
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=1,

@@ -9,7 +9,9 @@ from dataclasses import replace
 import httpx
 import msgpack
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway.protocol import BoundedProtocol
 from scheduler import inventory, jobs
 from scheduler.handover import HandedJob, Report
 from scheduler.settings import Settings
@@ -278,18 +280,24 @@ async def test_a_job_that_fits_no_card_is_422(
     assert await inventory.leases(store) == () and await inventory.queue(store) == ()
 
 
+@pytest.mark.parametrize("protocol", [BoundedProtocol, HttpToolsProtocol], ids=["ours", "uvicorn"])
 async def test_a_client_that_leaves_without_a_key_frees_its_bytes(
-    http: httpx.AsyncClient, agent: FakeAgent, store: Store, caplog: pytest.LogCaptureFixture
+    settings: Settings,
+    agent: FakeAgent,
+    store: Store,
+    caplog: pytest.LogCaptureFixture,
+    protocol: type[HttpToolsProtocol],
 ) -> None:
     """Its job is cancelled and its lease is gone, though no agent got the job; it is logged as 499."""
     caplog.set_level("INFO", "gateway")
-    with pytest.raises(httpx.ReadTimeout):
-        await http.post("/v1/models/echo/infer", json={"inputs": {}}, timeout=0.3)
+    async with run_gateway(settings, protocol=protocol) as running, httpx.AsyncClient() as http:
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post(f"{running.url}/v1/models/echo/infer", json={"inputs": {}}, timeout=0.3)
 
-    async def is_free() -> bool:
-        return not await inventory.leases(store)
+        async def is_free() -> bool:
+            return not await inventory.leases(store)
 
-    await until("the lease of the client that left is released", is_free)
+        await until("the lease of the client that left is released", is_free)
     page = await jobs.list_jobs(store)
     assert [view.state for view in page.data] == ["cancelled"]
     left = [record for record in caplog.records if record.getMessage() == "client_left"]

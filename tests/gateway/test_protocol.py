@@ -6,6 +6,7 @@ import asyncio
 
 import httpx
 import pytest
+from uvicorn.protocols.http import httptools_impl
 
 from gateway import protocol
 from scheduler import inventory, jobs
@@ -144,6 +145,24 @@ async def test_a_client_that_sends_too_early_and_leaves_is_missed(
 
     await until("the job is cancelled", is_cancelled)
     assert not await inventory.leases(store)
+
+
+async def test_a_client_that_leaves_after_a_large_body_is_missed(
+    running: Running, agent: FakeAgent, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above the high-water mark nothing more is read; once the body is taken, the client is heard again."""
+    monkeypatch.setattr(httptools_impl, "HIGH_WATER_LIMIT", 8)
+    _, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    writer.write(INFER + b"Content-Length: 14\r\n\r\n")
+    await until("the request has begun", lambda: bool(running.server.server_state.tasks))
+    writer.write(b'{"inputs": {}}')
+    await until("the job waits", lambda: running.gateway.lifecycle.waiting == 1)
+    writer.close()
+
+    async def is_free() -> bool:
+        return not await inventory.leases(store)
+
+    await until("the lease of the client that left is released", is_free)
 
 
 async def test_a_stream_that_began_cannot_say_that_it_closes(running: Running, agent: FakeAgent) -> None:

@@ -55,8 +55,8 @@ async def test_answers_come_by_the_workers_stream(
         ("failed", None, "model_error"),
     ]
     assert done[0] == await jobs.outcome(store, good.job_id)
-    for job_id in (good.job_id, good.job_id, bad.job_id):
-        reader.forget(job_id)
+    for job_id, future in zip((good.job_id, good.job_id, bad.job_id), futures, strict=True):
+        reader.forget(job_id, future)
     assert reader.pending == 0
 
 
@@ -131,7 +131,7 @@ async def test_an_entry_that_cannot_be_read_hides_no_other(
     (job,) = await agent.claim()
     await agent.finish(ok(job))
     assert (await asyncio.wait_for(future, TIMEOUT_S)).state == "succeeded"
-    reader.forget(submitted.job_id)
+    reader.forget(submitted.job_id, future)
 
 
 async def test_an_answer_that_overtakes_the_reply_of_submit_is_kept(
