@@ -103,11 +103,10 @@ async def read(request: Request, limit: int) -> bytes:
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-def weigh(request: Request, content: bytes) -> int:
+def weigh(kind: Kind, content: bytes) -> int:
     """How many bytes' worth of work a body is; a value is worth VALUE_BYTES, however few it has. No more than
     needed to tell whether that is much.
     """
-    kind = kind_of(headers.get(request, b"content-type"))
     if kind == "raw" or not LARGE_BYTES / VALUE_BYTES <= len(content) < LARGE_BYTES:
         return len(content)
     # An element of a packed array may be a single byte.
@@ -165,12 +164,9 @@ def _check_charset(content_type: str) -> None:
         raise Malformed(f"the body's charset is {charset[:40]!r}; send fields as UTF-8")
 
 
-async def read_form(request: Request, content: bytes) -> dict[str, Any] | None:
-    """Parts of a form by name, several of one name as a list; None where the body is no form."""
-    content_type = headers.get(request, b"content-type")
-    if kind_of(content_type) != "fields":
-        return None
-    _check_charset(content_type or "")
+async def read_form(request: Request, content: bytes) -> dict[str, Any]:
+    """Parts of a form by name, several of one name as a list. Raises Malformed."""
+    _check_charset(headers.get(request, b"content-type") or "")
 
     async def stream() -> AsyncGenerator[bytes, None]:
         for at in range(0, len(content), LARGE_BYTES):

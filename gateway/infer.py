@@ -38,9 +38,10 @@ async def infer(gateway: Gateway, request: Request) -> Response:
     key = headers.parse_key(request)
     entry = await gateway.catalogue.find(request.path_params["model"])
     content = await body.read(request, gateway.settings.limits.body_bytes)
-    parts = await body.read_form(request, content)
+    kind = body.kind_of(headers.get(request, b"content-type"))
+    parts = await body.read_form(request, content) if kind == "fields" else None
     submit = await off_loop(
-        body.weigh(request, content),
+        body.weigh(kind, content),
         lambda: _submit_request(
             gateway,
             entry,
@@ -59,11 +60,11 @@ async def infer(gateway: Gateway, request: Request) -> Response:
             # Whoever asks for a run names no job: it is the ledger that has forgotten the one that it stored.
             error = Lost(job_id=failure.job_id, retry_after_s=1)
         refused = gateway.catalogue.forget(entry.asked) if error.code == "unknown_model" else error
-        metrics.INFERENCES.labels(entry.name, refused.code).inc()
+        metrics.inferences(entry.name, refused.code).inc()
         if refused.code in _NO_CARD and (why := gateway.catalogue.why_nowhere(entry.name)) is not None:
             refused.detail = f"{refused.detail}; {why}"
         raise refused from None
-    metrics.INFERENCES.labels(entry.name, "accepted" if response.status_code == 202 else "answered").inc()
+    metrics.inferences(entry.name, "accepted" if response.status_code == 202 else "answered").inc()
     return response
 
 

@@ -8,6 +8,7 @@ copy is ever stale.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -32,6 +33,12 @@ INFERENCES = Counter(
 )
 WAITING = Gauge("vramgate_waiting_requests", "Requests that wait for an outcome", multiprocess_mode="livesum")
 BEAT_FAILURES = Counter("vramgate_gateway_beat_failures", "Beats of gateway workers that failed")
+
+
+@functools.lru_cache(maxsize=1024)
+def inferences(model: str, outcome: str) -> Counter:
+    """The count of one model and outcome; looking it up by its labels costs more than counting."""
+    return INFERENCES.labels(model, outcome)
 
 
 class PoolCollector(Collector):

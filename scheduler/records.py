@@ -26,9 +26,12 @@ MOVING_STRINGS: Final = ("s", "d", "l", "ve", "w")
 Job = Mapping[str, Any]
 
 
-def _text(value: str) -> bytes:
-    """A zero byte would end the string too early."""
-    return value.replace("\0", "").encode() + b"\0"
+def _texts(*values: str) -> bytes:
+    """Strings one after the other; a zero byte within one would end it too early."""
+    packed = "\0".join((*values, ""))
+    if packed.count("\0") > len(values):
+        packed = "\0".join((*(value.replace("\0", "") for value in values), ""))
+    return packed.encode()
 
 
 def pack_submit(request: SubmitRequest, digest: str) -> bytes:
@@ -49,10 +52,9 @@ def pack_submit(request: SubmitRequest, digest: str) -> bytes:
     return b"".join(
         [
             struct.pack("<8d", *numbers),
-            *map(_text, strings),
-            _text(request.worker),
+            _texts(*strings, request.worker),
             struct.pack("<d", request.wants_events),
-            _text(request.fingerprint or ""),
+            _texts(request.fingerprint or ""),
         ]
     )
 
@@ -62,23 +64,19 @@ class _Reader:
 
     def __init__(self, packed: bytes) -> None:
         self._packed = packed
-        self._at = 0
 
     def numbers(self, names: tuple[str, ...]) -> dict[str, float]:
-        values = struct.unpack_from(f"<{len(names)}d", self._packed, self._at)
-        self._at += 8 * len(names)
+        size = 8 * len(names)
+        values = struct.unpack(f"<{len(names)}d", self._packed[:size])
+        self._packed = self._packed[size:]
         return dict(zip(names, values, strict=True))
 
     def strings(self, names: tuple[str, ...]) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for name in names:
-            end = self._packed.index(b"\0", self._at)
-            found[name] = self._packed[self._at : end].decode(errors="replace")
-            self._at = end + 1
-        return found
+        *values, self._packed = self._packed.split(b"\0", len(names))
+        return {name: value.decode(errors="replace") for name, value in zip(names, values, strict=True)}
 
     def rest(self) -> bytes:
-        return self._packed[self._at :]
+        return self._packed
 
 
 def unpack_job(packed: bytes) -> Job:

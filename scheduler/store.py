@@ -45,6 +45,7 @@ from vramgate import errors
 logger = logging.getLogger("vramgate.ledger")
 
 RETRIES = 2
+BACKOFF = ExponentialWithJitterBackoff(cap=0.4, base=0.05)
 LEASE_IDS = 16
 MENDING_STEPS = 64
 FLUSHES = 2
@@ -131,10 +132,6 @@ class Store:
         timeout_s = settings.redis.command_timeout_s
         self.redis = self._client(connections, timeout_s=timeout_s)
         self._scripts = ScriptLine(self._client(connections, timeout_s=None), timeout_s=timeout_s)
-        self._retry = {
-            retries: Retry(ExponentialWithJitterBackoff(cap=0.4, base=0.05), retries, _UNAVAILABLE)
-            for retries in (0, RETRIES)
-        }
         self._script_settings = _packed_settings(settings)
         self._run_id: str | None = None
         self._recovering = asyncio.Lock()
@@ -295,16 +292,9 @@ class Store:
         """
         if not self._is_checked:
             await self.check()
-        retry = self._retry[RETRIES if is_idempotent else 0]
-
-        async def call() -> Reply:
-            return await self._call(name, args, keys, blobs)
-
-        async def failed(_error: Exception) -> None:
-            return None
-
+        retries = RETRIES if is_idempotent else 0
         try:
-            reply: Reply = await self._guard(lambda: retry.call_with_retry(call, failed))
+            reply: Reply = await self._guard(lambda: self._call_again(retries, name, args, keys, blobs))
         except ResponseError as error:
             log_event(logger, "script_failed", level=logging.ERROR, script=name, error=str(error))
             await self._mend()
@@ -312,6 +302,25 @@ class Store:
         if not self._is_checked:
             await self._check_server()
         return reply
+
+    async def _call_again(
+        self,
+        retries: int,
+        name: str,
+        args: Mapping[str, Any] | bytes,
+        keys: Sequence[str],
+        blobs: Sequence[bytes],
+    ) -> Reply:
+        """`_call`, and after a failure of the connection up to `retries` times more."""
+        failures = 0
+        while True:
+            try:
+                return await self._call(name, args, keys, blobs)
+            except _UNAVAILABLE:
+                failures += 1
+                if failures > retries:
+                    raise
+                await asyncio.sleep(BACKOFF.compute(failures))
 
     async def _mend(self) -> None:
         """What a script left behind that failed half-way is put right before anybody builds on it; where that
