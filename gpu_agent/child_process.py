@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_agent.ipc import Broken, pack_frame, read_frame
+from gpu_agent.ipc import Broken, Frames, pack_frame
 from scheduler.logs import log_event
 from vramgate.errors import VramgateError
 
@@ -70,11 +70,12 @@ class ChildProcess:
         self.pid = process.pid
         self.hello: Hello | None = None
         self.poisoned: str | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._control: asyncio.Transport | None = None
         self._on_message: Callable[[dict[str, Any]], None] = lambda message: None
         self._first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._lines: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, setup: Setup, *, on_message: Callable[[dict[str, Any]], None]) -> ChildProcess:
@@ -121,8 +122,8 @@ class ChildProcess:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Queue a message. One to a child that is gone is dropped: its end is being dealt with."""
-        if self._writer is not None and self.is_alive:
-            self._writer.write(pack_frame(message))
+        if self._control is not None and self.is_alive:
+            self._control.write(pack_frame(message))
 
     async def ended(self) -> int:
         """Wait for the end: the exit status, negative for a signal."""
@@ -150,17 +151,17 @@ class ChildProcess:
 
     async def _watch(self, control: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        reader, self._writer = await asyncio.open_connection(sock=control)
+        self._control, messages = await loop.create_connection(
+            lambda: _Messages(self._receive, broken=self.kill), sock=control
+        )
         assert self._process.stdout is not None
         output = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(output), self._process.stdout)
-        messages = asyncio.create_task(_read_messages(reader, self._receive), name="child-messages")
-        lines = asyncio.create_task(_log_lines(output, self.pid), name="child-output")
-        self._tasks = [messages, lines]
+        self._lines = asyncio.create_task(_log_lines(output, self.pid), name="child-output")
         pidfd = os.pidfd_open(self.pid)
-        loop.add_reader(pidfd, self._reap, pidfd)
+        loop.add_reader(pidfd, self._reap, pidfd, messages.ended)
 
-    def _reap(self, pidfd: int) -> None:
+    def _reap(self, pidfd: int, messages_ended: asyncio.Future[None]) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(pidfd)
         os.close(pidfd)
@@ -168,16 +169,51 @@ class ChildProcess:
         _kill_group(self.pid)
         code = self._process.wait()
         self.memory.close()
-        self._tasks.append(asyncio.create_task(self._close(code), name="child-close"))
+        self._closing = asyncio.create_task(self._close(code, messages_ended), name="child-close")
 
-    async def _close(self, code: int) -> None:
+    async def _close(self, code: int, messages_ended: asyncio.Future[None]) -> None:
+        assert self._control is not None and self._lines is not None
         # What it managed to send before its end still counts: a result that is here needs no second run.
-        await asyncio.wait(set(self._tasks[:2]), timeout=1.0)
-        for task in self._tasks[:2]:
-            task.cancel()
-        if self._writer is not None:
-            self._writer.close()
+        await asyncio.wait({messages_ended, self._lines}, timeout=1.0)
+        self._lines.cancel()
+        self._control.close()
         self._ended.set_result(code)
+
+
+class _Messages(asyncio.Protocol):
+    """What the child says. Each message is taken where it arrives: with a task that reads, every answer would
+    wait for one more turn of the loop.
+    """
+
+    def __init__(self, receive: Callable[[dict[str, Any]], None], *, broken: Callable[[], None]) -> None:
+        self._receive = receive
+        self._broken = broken
+        self._frames = Frames()
+        self._is_deaf = False
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            return
+        try:
+            for message in self._frames.feed(data):
+                self._take(message)
+        except (Broken, ValueError) as error:
+            # Nothing that follows can be understood either, and its work would hang until a clock ends it.
+            self._is_deaf = True
+            log_event(_LOG, "child_unintelligible", logging.ERROR, reason=str(error))
+            self._broken()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        try:
+            self._receive(message)
+        except Exception:
+            # One message that we cannot take must not make us deaf to the rest, least of all to ends.
+            _LOG.exception("child_message_failed")
 
 
 def _spawn(setup: Setup, *, control: int, memory: int) -> subprocess.Popen[bytes]:
@@ -204,22 +240,6 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         return
-
-
-async def _read_messages(reader: asyncio.StreamReader, receive: Callable[[dict[str, Any]], None]) -> None:
-    while True:
-        try:
-            message = await read_frame(reader)
-        except Broken as error:
-            log_event(_LOG, "child_unintelligible", logging.ERROR, reason=str(error))
-            return
-        if message is None:
-            return
-        try:
-            receive(message)
-        except Exception:
-            # One message that we cannot take must not make us deaf to the rest, least of all to ends.
-            _LOG.exception("child_message_failed")
 
 
 async def _log_lines(output: asyncio.StreamReader, pid: int) -> None:

@@ -1,16 +1,16 @@
 """Messages between supervisor and child: msgpack behind a length, over a socket pair.
 
-Owns the framing, on both sides: blocking for the child's threads, asyncio for the supervisor, which must
-never be held up by a child. Does not own what the messages mean: `child_process` and `child.main` do.
+Owns the framing, on both sides: blocking for the child's threads, in pieces as they come for the supervisor,
+which must never be held up by a child. Does not own what the messages mean: `child_process` and `child.main`
+do.
 """
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgpack
@@ -29,8 +29,8 @@ def pack_frame(message: Mapping[str, Any]) -> bytes:
     return _HEADER.pack(len(body)) + body
 
 
-def _length(header: bytes) -> int:
-    (length,) = _HEADER.unpack(header)
+def _length(header: bytes | bytearray, at: int = 0) -> int:
+    (length,) = _HEADER.unpack_from(header, at)
     if length > MAX_FRAME:
         raise Broken(f"a frame of {length} bytes is announced; at most {MAX_FRAME} are sent")
     return int(length)
@@ -76,12 +76,26 @@ class Channel:
         return bytes(parts)
 
 
-async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The supervisor's `receive`: None when the child closed its end, also in the middle of a frame."""
-    try:
-        header = await reader.readexactly(_HEADER.size)
-        body = await reader.readexactly(_length(header))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-    message: dict[str, Any] = msgpack.unpackb(body, strict_map_key=False)
-    return message
+class Frames:
+    """The supervisor's `receive`: messages out of bytes that come in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+        self._wanted = _HEADER.size
+
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """The messages that these bytes complete; take them all before more is fed. Raises Broken."""
+        self._held += data
+        at = 0
+        while len(self._held) - at >= self._wanted:
+            begin = at + _HEADER.size
+            end = begin + _length(self._held, at)
+            if end > len(self._held):
+                self._wanted = end - at
+                break
+            # Closed at once: a buffer that is looked at cannot grow.
+            with memoryview(self._held) as held, held[begin:end] as body:
+                message: dict[str, Any] = msgpack.unpackb(body, strict_map_key=False)
+            at, self._wanted = end, _HEADER.size
+            yield message
+        del self._held[:at]

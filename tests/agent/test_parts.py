@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import io
 import json
 import logging
 import math
 import socket
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from gpu_agent.clock import ServerClock
 from gpu_agent.device.verdict import Verdict, classify
 from gpu_agent.estimate import Estimate
 from gpu_agent.hosting import CardModels
-from gpu_agent.ipc import Broken, Channel, pack_frame, read_frame
+from gpu_agent.ipc import Broken, Channel, Frames, pack_frame
 from gpu_agent.release import Baseline
 from scheduler.handover import HandedJob
 from scheduler.logs import log_event, setup_logging
@@ -365,24 +363,25 @@ def test_a_file_that_does_not_serve_says_why_in_one_line(
 # -- small pieces
 
 
-async def test_frames_cross_a_socket_pair_both_ways() -> None:
-    """What one side packs the other reads, a closed end is None, and a foreign header is refused."""
+def test_frames_cross_a_socket_pair_both_ways() -> None:
+    """What one side packs the other reads, in pieces of any size; a closed end is None, and a foreign header
+    is refused.
+    """
     ours, theirs = socket.socketpair()
-    reader, writer = await asyncio.open_connection(sock=ours)
-    channel = Channel(theirs)
-    message = {"t": "x", "data": b"y" * 300_000, "n": [1, 2.5, None]}
-    sender = threading.Thread(target=channel.send, args=(message,))
-    sender.start()
-    assert await read_frame(reader) == message
-    sender.join()
-    writer.write(pack_frame({"back": 1}))
-    await writer.drain()
-    assert await asyncio.to_thread(channel.receive) == {"back": 1}
-    theirs.sendall(b"\xff\xff\xff\xff")
+    channel, frames = Channel(theirs), Frames()
+    messages: list[dict[str, Any]] = [{"t": "x", "data": b"y" * 3000, "n": [1, 2.5, None]}, {}, {"t": "last"}]
+    for message in messages:
+        channel.send(message)
+    sent = ours.recv(1 << 16)
+    for size in (1, 3, 2999, len(sent)):
+        pieces = (sent[at : at + size] for at in range(0, len(sent), size))
+        assert [message for piece in pieces for message in frames.feed(piece)] == messages
+    ours.sendall(pack_frame({"back": 1}))
+    assert channel.receive() == {"back": 1}
     with pytest.raises(Broken):
-        await read_frame(reader)
-    writer.close()
-    assert await asyncio.to_thread(channel.receive) is None
+        list(frames.feed(b"\xff\xff\xff\xff"))
+    ours.close()
+    assert channel.receive() is None
     channel.close()
 
 
