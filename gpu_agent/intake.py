@@ -166,15 +166,6 @@ class Intake:
                 return
             self._start(*chosen)
 
-    def on_started(self, number: int) -> None:
-        """The child has begun a batch: its run clocks start."""
-        batch = self._batches.get(number)
-        if batch is None:
-            return
-        for index, job in enumerate(batch.jobs):
-            self._held.start(job)
-            batch.later(job.run_timeout_ms / 1000, self._run_out, batch, index)
-
     def on_done(self, message: Mapping[str, Any]) -> None:
         """A batch is over: one report per item."""
         batch = self._batches.pop(int(message["batch"]), None)
@@ -261,20 +252,28 @@ class Intake:
             del self._waiting[job.job_id]
         self._batches[batch.number] = batch
         model.busy.add(batch.number)
-        longest_s = max(job.run_timeout_ms for job in jobs) / 1000
+        limits_ms = {job.run_timeout_ms for job in jobs}
         self._send(
             {
                 "t": "run",
                 "batch": batch.number,
                 "model": model.name,
                 "jobs": [[job.job_id, job.inputs, job.units, job.wants_events] for job in jobs],
-                "busy_s": longest_s + self._around.cancel_grace_s + WATCHDOG_SLACK_S,
+                "busy_s": max(limits_ms) / 1000 + self._around.cancel_grace_s + WATCHDOG_SLACK_S,
             }
         )
+        # A lane is free for it and nobody can take it back: that it began need not be heard from the child.
+        for job in jobs:
+            self._held.start(job)
+        for limit_ms in limits_ms:
+            batch.later(limit_ms / 1000, self._run_out, batch, limit_ms)
 
-    def _run_out(self, batch: Batch, index: int) -> None:
-        log_event(_LOG, "run_timeout", job=batch.jobs[index].job_id, model=batch.model.name)
-        self._end_item(batch, index, batch.overdue)
+    def _run_out(self, batch: Batch, limit_ms: int) -> None:
+        """The clock of those of its jobs that have this limit has passed."""
+        for index, job in enumerate(batch.jobs):
+            if job.run_timeout_ms == limit_ms:
+                log_event(_LOG, "run_timeout", job=job.job_id, model=batch.model.name)
+                self._end_item(batch, index, batch.overdue)
 
     def _end_item(self, batch: Batch, index: int, why: set[int]) -> None:
         """Tell the model; when it does not end within the grace and nobody else is there to be hurt, kill."""

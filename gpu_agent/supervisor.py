@@ -233,8 +233,6 @@ class Supervisor:
 
     def _on_message(self, message: dict[str, Any]) -> None:
         match message["t"]:
-            case "started":
-                self._intake.on_started(int(message["batch"]))
             case "done":
                 self._sampler.run_ended(allocated=message["allocated"], segments=message["segments"])
                 self._intake.on_done(message)

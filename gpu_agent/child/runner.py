@@ -117,7 +117,6 @@ class Runner:
 
     def run(self, hosted: Hosted, context: LaneContext, order: Order, *, lane: int) -> None:
         """Answer one order with a `done` message. `lane` counts over the whole process. Raises Poisoned."""
-        self.send({"t": "started", "batch": order.number})
         began = time.monotonic()
         before = self.activity.enter(order.number)
         try:

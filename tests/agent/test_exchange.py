@@ -310,7 +310,6 @@ async def test_a_recalled_job_goes_back_when_it_has_not_begun(bench: Bench) -> N
     """A recall takes the job that waits and leaves the one that runs."""
     first = await bench.submit()
     batch = await bench.batch()
-    bench.intake.on_started(int(batch["batch"]))
     second = await bench.submit()
 
     async def at_hand() -> bool:
@@ -361,8 +360,7 @@ async def test_the_grace_of_a_cancel_spares_batch_mates(bench: Bench) -> None:
 
     await until("all are held", at_hand, patience_s=10)
     bench.done(first)
-    batch = await bench.batch(2)
-    bench.intake.on_started(int(batch["batch"]))
+    await bench.batch(2)
     await bench.beat()
     await admission.cancel(bench.store, ids[0])
     await bench.beat()
