@@ -30,9 +30,11 @@ class Estimate:
         return math.ceil(len(units) * self.c0 + self.c1 * batch_need(units, how))
 
     def raised(self, *, items: int, units: float, peak: int) -> Estimate:
-        """The estimate after a run alone in the child: `items` of `units` together took `peak`."""
+        """The estimate after a run alone in the child: `items` of `units` together took `peak`. The same
+        object where that taught nothing, as most runs do.
+        """
         if peak <= items * self.c0 + self.c1 * units:
-            return replace(self, seen_units=max(self.seen_units, units))
+            return self if units <= self.seen_units else replace(self, seen_units=units)
         if units > self.seen_units and self.c1 > 0:
             c1 = max(self.c1, (peak - items * self.c0) / units * (1 + MARGIN))
             return replace(self, c1=c1, seen_units=units)
@@ -40,4 +42,4 @@ class Estimate:
         return replace(self, c0=max(self.c0, c0), seen_units=max(self.seen_units, units))
 
     def with_buffers(self, buffers: int) -> Estimate:
-        return replace(self, buffers=max(self.buffers, buffers))
+        return self if buffers <= self.buffers else replace(self, buffers=buffers)

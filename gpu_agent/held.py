@@ -14,10 +14,10 @@ from scheduler.handover import HandedJob, OutcomeKind, Report, Start
 
 
 class Held:
-    """The jobs of one session."""
+    """The jobs of one session. has_report: called for each that is put into the outbox."""
 
-    def __init__(self, changed: Callable[[], None]) -> None:
-        self._changed = changed
+    def __init__(self, has_report: Callable[[], None]) -> None:
+        self._has_report = has_report
         self._leases: dict[str, str] = {}
         self._starts: dict[str, tuple[str, float]] = {}
         self.outbox: list[Report] = []
@@ -84,7 +84,7 @@ class Held:
                 alone=alone,
             )
         )
-        self._changed()
+        self._has_report()
 
     def acknowledge(self, reports: Sequence[Report]) -> None:
         """The ledger has taken these reports in."""

@@ -38,10 +38,12 @@ class CardModel:
     reason: str | None = None
     disputed: str | None = None
     descriptor: Mapping[str, Any] | None = None
+    schema_hash: str = ""
     known: Estimate | None = None
     failures: int = 0
     retry_at: float | None = None
     busy: set[int] = field(default_factory=set)
+    _published: tuple[tuple[Any, ...], HostedModel] | None = None
 
     @property
     def max_batch(self) -> int:
@@ -75,6 +77,7 @@ class CardModel:
                 max(measured.seen_units, self.known.seen_units),
             )
         self.known, self.descriptor = measured, message["descriptor"]
+        self.schema_hash = schema_hash(message["descriptor"].get("schema"))
         self.state, self.reason, self.failures, self.retry_at = "ready", None, 0, None
 
     def batch_bytes(self, units: Sequence[float]) -> int:
@@ -106,10 +109,15 @@ class CardModel:
         return self.state == "failed" and self.retry_at is None
 
     def published(self) -> HostedModel:
-        """What the ledger and the gateways are told."""
+        """What the ledger and the gateways are told: the same object until it says something else."""
+        basis = (self.state, self.reason, self.descriptor, self.known)
+        if self._published is None or self._published[0] != basis:
+            self._published = (basis, self._described())
+        return self._published[1]
+
+    def _described(self) -> HostedModel:
         facts = self.descriptor or {}
         known = self.known or Estimate(0, 0, 0, 0.0, 0.0)
-        schema = facts.get("schema")
         is_ready = self.state == "ready"
         return HostedModel(
             name=self.name,
@@ -124,8 +132,8 @@ class CardModel:
             c1=known.c1,
             units=str(facts.get("units", "1")),
             batch_units=self.batch_units,
-            schema=schema,
-            schema_hash=schema_hash(schema) if self.descriptor is not None else "",
+            schema=facts.get("schema"),
+            schema_hash=self.schema_hash,
             output_schema=facts.get("output_schema"),
         )
 

@@ -73,7 +73,7 @@ class Supervisor:
         wished = settings.agent.headroom
         self._headroom = card.headroom if wished is None else wished
         self._models = CardModels(settings, uuid=card.uuid, name=f"{place.host}:{card.index}")
-        self._held = Held(self._work_changed)
+        self._held = Held(lambda: self._session.kick())
         self._voice = Voice(self._models, self._held)
         around = Surroundings(
             kill=self._want_kill,
@@ -311,10 +311,6 @@ class Supervisor:
         self._fail(CardGone(reason))
 
     # -- small things
-
-    def _work_changed(self) -> None:
-        self._voice.refresh()
-        self._session.kick()
 
     def _want_kill(self, reason: str) -> None:
         if self._life is not None:

@@ -45,6 +45,7 @@ class Voice:
         """Another state, told at once."""
         self.state, self.reason = state, reason
         self.refresh_models()
+        self.refresh()
         self.nudge()
 
     def refresh_models(self) -> None:
@@ -53,7 +54,7 @@ class Voice:
         if published != self._published:
             self._published = published
             self._number += 1
-        self.refresh()
+            self.refresh()
 
     def refresh(self) -> None:
         """What is held, or the applied number, has changed."""
