@@ -31,7 +31,7 @@ from vramgate.errors import VramgateError
 _LOG = logging.getLogger(__name__)
 JITTER = 0.1
 SHORTEST_PAUSE_S = 0.04
-"""Hints come with every grant under load; a cancel must not wait long for its beat."""
+"""Cancels that come together are told in one beat, and none waits long for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -269,17 +269,16 @@ class Supervisor:
             self._session.hint()
 
     async def _listen(self) -> None:
-        """Wait for hints. One means work, or a cancel: claim, and beat at once where there is what to
-        cancel.
-        """
+        """Wait for hints: claim, and beat at once where there is what to cancel."""
         listener = WakeListener(self._store, self._card.uuid)
         try:
             while True:
                 try:
-                    if await listener.wait(self._settings.clocks.beat_s * 2):
+                    hint = await listener.wait(self._settings.clocks.beat_s * 2)
+                    if hint is not None:
                         self._session.hint()
-                        if self._held.pairs:
-                            self._heartbeat.nudge()
+                    if hint == "look" and self._held.pairs:
+                        self._heartbeat.nudge()
                 except StoreUnavailable:
                     await asyncio.sleep(0.5)
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import msgpack
 from redis.exceptions import RedisError
@@ -354,6 +354,10 @@ async def emit(
     return reply.status == "ok"
 
 
+Hint = Literal["work", "look"]
+"""There may be work to claim; or also something that only a beat's answer tells, as a cancel."""
+
+
 class WakeListener:
     """Blocks on a card's wake list over a connection of its own. A token is a hint, the tables are true."""
 
@@ -363,13 +367,15 @@ class WakeListener:
         self._longest_s = longest_s
         self._line = store.blocking_line(longest_s)
 
-    async def wait(self, timeout_s: float) -> bool:
-        """True when there is a hint. Raises errors.StoreUnavailable. Never put a timeout of your own around
-        it.
+    async def wait(self, timeout_s: float) -> Hint | None:
+        """The next hint, None when there was none. Raises errors.StoreUnavailable. Never put a timeout of
+        your own around it.
         """
         longest_s = max(0.05, min(timeout_s, self._longest_s))
         popped = await self._store.guarded(self._line.ask, "BLPOP", self._name, longest_s)
-        return popped is not None
+        if popped is None:
+            return None
+        return "work" if popped[1] == b"work" else "look"
 
     async def close(self) -> None:
         with contextlib.suppress(RedisError, OSError):

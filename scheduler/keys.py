@@ -12,7 +12,7 @@ vg:{pool}:card:<card>   hash    r: state, sample, sums (lease.lua); models (host
 vg:{pool}:host:<card>   string  what it hosts, msgpack                             owner: cards
 vg:{pool}:leases:<card> hash    lease id -> record, packed (lease.lua)             owner: cards
 vg:{pool}:ready:<card>  list    jobs leased and not handed out                     owner: cards
-vg:{pool}:wake:<card>   list    a hint that there is work                          TTL
+vg:{pool}:wake:<card>   list    a hint: work to claim, or what only a beat tells   TTL
 vg:{pool}:models        zset    model -> last seen                                 a while (known_ttl_s)
 vg:{pool}:model:<model> hash    version -> descriptor; @since                      owner: models
 vg:{pool}:on:<class>    set     the cards that know a class                        owner: cards

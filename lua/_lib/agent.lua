@@ -116,7 +116,7 @@ function agent.place_back()
   for _, back in ipairs(agent.came_back) do
     if back.card ~= '' then
       place.pump(back.card)
-      pool.wake(back.card)
+      pool.wake(back.card, 'work')
     end
     if back.j.s == 'queued' then place.requeued(back.id, back.j) end
   end
@@ -324,6 +324,6 @@ function agent.end_job(id, j, event, extra)
   settle.job(id, j, event, extra)
   if k then
     place.pump(k.id)
-    pool.wake(k.id)
+    pool.wake(k.id, 'work')
   end
 end

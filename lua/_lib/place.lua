@@ -183,7 +183,7 @@ function place.submitted(id, j, fitting, free)
   if free then
     j.is_new = true
     place.grant(free, id, j)
-    pool.wake(free.id)
+    pool.wake(free.id, 'work')
     return
   end
   job.enqueue(id, j)
@@ -196,7 +196,7 @@ end
 function place.pump_and_wake(k)
   local before = place.granted_now
   place.pump(k.id)
-  if place.granted_now > before then pool.wake(k.id) end
+  if place.granted_now > before then pool.wake(k.id, 'work') end
 end
 
 -- A job that came back into the queue: the best card for it, in order with the waiters there.

@@ -37,12 +37,15 @@ function pool.write_counted()
   pool.counted = {}
 end
 
-function pool.wake(card)
+-- One hint at a time: 'work', to be claimed, or '1', for which the agent beats as well. That one is not lost to the other.
+function pool.wake(card, what)
   local name = key('wake', card)
-  if redis.call('LPUSH', name, '1') > 1 then
-    redis.call('LTRIM', name, 0, 0)
-  else
+  if redis.call('LPUSH', name, what or '1') == 1 then
     redis.call('PEXPIRE', name, int(SESSION_MS))
+  elseif what then
+    redis.call('LPOP', name)
+  else
+    redis.call('LTRIM', name, 0, 0)
   end
 end
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from scheduler import admission, cards, inventory, jobs, results
+from scheduler.cards import WakeListener
 from scheduler.handover import HandedJob, Handout, Report
 from scheduler.store import Store
 from tests.ledger.fake_agent import GIB, FakeAgent, hosted, ok, request, said
@@ -169,6 +170,25 @@ async def test_what_was_cancelled_returns_its_bytes_with_the_report(store: Store
     assert (await agent.finish(ok(job))).verdicts == ("settled",)
     assert (await inventory.card(store, agent.card)).ledger.jobs == 0
     assert (await jobs.view(store, job_id)).state == "cancelled"
+
+
+async def test_a_hint_of_a_cancel_is_not_lost_among_hints_of_work(store: Store) -> None:
+    """Grants leave a hint to claim. A cancel leaves one to beat, which stands before and behind them."""
+    agent = FakeAgent(store)
+    await agent.register()
+    listener = WakeListener(store, agent.card)
+    try:
+        (job_id,) = await _submit(store, 1)
+        assert await listener.wait(1) == "work"
+        (job,) = await agent.claim()
+        await _submit(store, 1)
+        await admission.cancel(store, job_id)
+        await _submit(store, 1)
+        assert await listener.wait(1) == "look"
+        assert await listener.wait(0.05) is None
+        await agent.finish(ok(job))
+    finally:
+        await listener.close()
 
 
 async def test_a_lease_that_the_ledger_does_not_have_is_to_be_ended(store: Store) -> None:
