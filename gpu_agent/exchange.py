@@ -152,6 +152,8 @@ class Exchange:
 
     async def _next_reports(self) -> tuple[Report, ...]:
         """The oldest reports, with their large results stored and their events sent first."""
+        if not self._held.outbox:
+            return ()
         await self._emitter.flush()
         chosen = tuple(self._held.outbox[: cards.REPORTS_PER_CALL])
         return tuple([await self._stored(report) for report in chosen])
@@ -176,12 +178,14 @@ class Exchange:
         number = self._sequence
         handout = await self._repeat(lambda: call(number))
         self._clock.hear(handout.now_ms)
-        handed = tuple([await self._with_inputs(job) for job in handout.jobs])
+        if any(job.inputs is None for job in handout.jobs):
+            complete = tuple([await self._with_inputs(job) for job in handout.jobs])
+            handout = dataclasses.replace(handout, jobs=complete)
         for report, verdict in zip(reports, handout.verdicts, strict=False):
             if verdict == "stale":
                 log_event(_LOG, "report_stale", logging.WARNING, job=report.job_id, lease=report.lease_id)
         self._held.starts_are_known(starts)
-        self._intake.take(dataclasses.replace(handout, jobs=handed), reports)
+        self._intake.take(handout, reports)
         for report in reports:
             self._emitter.forget(report.lease_id)
         # Last: a beat that names this number and not yet all of its jobs would have them run elsewhere.

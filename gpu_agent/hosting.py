@@ -43,17 +43,9 @@ class CardModel:
     failures: int = 0
     retry_at: float | None = None
     busy: set[int] = field(default_factory=set)
+    max_batch: int = 1
+    lanes: int = 1
     _published: tuple[tuple[Any, ...], HostedModel] | None = None
-
-    @property
-    def max_batch(self) -> int:
-        declared = int(self.descriptor["max_batch"]) if self.descriptor else 1
-        return min(declared, self.settings.concurrency or declared)
-
-    @property
-    def lanes(self) -> int:
-        declared = int(self.descriptor["lanes"]) if self.descriptor else 1
-        return min(declared, self.settings.concurrency or declared)
 
     @property
     def slots(self) -> int:
@@ -78,7 +70,14 @@ class CardModel:
             )
         self.known, self.descriptor = measured, message["descriptor"]
         self.schema_hash = schema_hash(message["descriptor"].get("schema"))
+        self.max_batch, self.lanes = self._at_most("max_batch"), self._at_most("lanes")
         self.state, self.reason, self.failures, self.retry_at = "ready", None, 0, None
+
+    def _at_most(self, name: str) -> int:
+        """What the model declares, within what the configuration lets it have."""
+        assert self.descriptor is not None
+        declared = int(self.descriptor[name])
+        return min(declared, self.settings.concurrency or declared)
 
     def batch_bytes(self, units: Sequence[float]) -> int:
         """What a batch of these items takes, by the estimate."""

@@ -97,7 +97,7 @@ class Intake:
     def take(self, handout: Handout, reported: Sequence[Report]) -> None:
         """An answer came: these reports are acknowledged, and these jobs are ours."""
         self._held.acknowledge(reported)
-        leased = self._leased_bytes()
+        leased = self._leased_bytes() if handout.jobs else 0
         for job in handout.jobs:
             if self._held.has(job.job_id, job.lease_id):
                 continue

@@ -125,8 +125,9 @@ class Sampler:
                 (allocated, segments), (stood, read_at) = child.told, child.still
                 child.told = None
                 if segments == stood and time.monotonic() - read_at < DRIVER_FRESH_S:
-                    self.last = replace(last, allocated=allocated)
-                    return self.last
+                    if allocated != last.allocated:
+                        last = self.last = replace(last, allocated=allocated)
+                    return last
         return await self.take(timeout_s=timeout_s)
 
     async def read(self) -> MemoryReading:

@@ -6,7 +6,6 @@ applied number always belong together. Read by the heartbeat's thread, written b
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 from gpu_agent.heartbeat import Word
@@ -16,6 +15,9 @@ from scheduler.handover import Beat
 from scheduler.registration import HostedModel
 from scheduler.states import AgentState
 
+_Said = tuple[str, AgentState, str | None, int, tuple[tuple[str, str], ...]]
+"""Session, state, reason, applied number, held (job, lease)."""
+
 
 class Voice:
     """The word, and who is to be told that it changed in earnest."""
@@ -23,11 +25,12 @@ class Voice:
     def __init__(self, models: CardModels, held: Held) -> None:
         self._models = models
         self._held = held
-        self._published: tuple[HostedModel, ...] = ()
-        self._number = 0
+        # Each replaced as one, for the other thread: the models with their slots and their number; what is
+        # held with the number that was applied.
+        self._hosted: tuple[tuple[HostedModel, ...], int, int] = ((), 0, 0)
+        self._said: _Said | None = None
         self._session: str | None = None
         self._applied: Callable[[], int] = lambda: 0
-        self._word: Word | None = None
         self.state: AgentState = "starting"
         self.reason: str | None = "the agent is starting"
         self.nudge: Callable[[], None] = lambda: None
@@ -39,7 +42,7 @@ class Voice:
 
     def fall_silent(self) -> None:
         """The session is over: nothing may be said in its name."""
-        self._session, self._word = None, None
+        self._session, self._said = None, None
 
     def say(self, state: AgentState, reason: str | None) -> None:
         """Another state, told at once."""
@@ -51,33 +54,22 @@ class Voice:
     def refresh_models(self) -> None:
         """The models may have changed: they are sent again only when they did."""
         published = self._models.published()
-        if published != self._published:
-            self._published = published
-            self._number += 1
-            self.refresh()
+        before, _, number = self._hosted
+        if published != before:
+            self._hosted = (published, self._models.slots, number + 1)
 
     def refresh(self) -> None:
         """What is held, or the applied number, has changed."""
-        if self._session is None:
-            return
-        self._word = Word(
-            session=self._session,
-            beat=Beat(
-                state=self.state,
-                reason=self.reason,
-                applied_seq=self._applied(),
-                held=self._held.pairs,
-                starts=(),
-                sample=None,
-                models=self._published,
-            ),
-            slots=self._models.slots,
-            models_number=self._number,
-        )
+        if self._session is not None:
+            # The word itself is made when it is said, which is far less often.
+            self._said = (self._session, self.state, self.reason, self._applied(), self._held.pairs)
 
     def word(self) -> Word | None:
         """For the heartbeat's thread: the word, with the starts as old as they are now."""
-        word = self._word
-        if word is None:
+        said = self._said
+        if said is None:
             return None
-        return dataclasses.replace(word, beat=dataclasses.replace(word.beat, starts=self._held.starts()))
+        session, state, reason, applied, held = said
+        models, slots, number = self._hosted
+        beat = Beat(state, reason, applied, held, self._held.starts(), sample=None, models=models)
+        return Word(session, beat, slots=slots, models_number=number)

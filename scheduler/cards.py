@@ -372,7 +372,7 @@ class WakeListener:
         your own around it.
         """
         longest_s = max(0.05, min(timeout_s, self._longest_s))
-        popped = await self._store.guarded(self._line.ask, "BLPOP", self._name, longest_s)
+        popped = await self._store.wait_for(self._line, "BLPOP", self._name, longest_s)
         if popped is None:
             return None
         return "work" if popped[1] == b"work" else "look"

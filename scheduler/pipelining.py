@@ -98,8 +98,9 @@ class ScriptLine:
 
         def land(landed: asyncio.Task[None]) -> None:
             group.discard(landed)
-            # A flight that was cancelled before it began has answered nobody.
-            _fail(calls, _closed())
+            if landed.cancelled():
+                # Before it began it has answered nobody.
+                _fail(calls, _closed())
             self._depart()
 
         flight.add_done_callback(land)

@@ -277,6 +277,10 @@ class Store:
         """One plain command, with the errors of `run`."""
         return await self._guard(lambda: to_its_end(command(*args)))
 
+    async def wait_for(self, line: BlockingLine, *command: bytes | str | float) -> Any:
+        """A command that waits in the server, with the errors of `run`. A cancel ends its connection."""
+        return await self._guard(lambda: line.ask(*command))
+
     async def run(
         self,
         name: str,
