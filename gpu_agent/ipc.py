@@ -1,8 +1,8 @@
 """Messages between supervisor and child: msgpack behind a length, over a socket pair.
 
-Owns the framing, on both sides: blocking for the child's threads, in pieces as they come for the supervisor,
-which must never be held up by a child. Does not own what the messages mean: `child_process` and `child.main`
-do.
+Owns the framing, on both sides: blocking for the child's threads; the supervisor, which must never be held
+up by a child, takes the pieces as they come. Does not own what the messages mean: `child_process` and
+`child.main` do.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ import msgpack
 
 _HEADER = struct.Struct(">I")
 MAX_FRAME = 1 << 30
+_PIECE = 1 << 16
 
 
 class Broken(Exception):
@@ -42,6 +44,8 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._sending = threading.Lock()
+        self._frames = Frames()
+        self._received: deque[dict[str, Any]] = deque()
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Raises OSError when the other end is gone."""
@@ -50,15 +54,13 @@ class Channel:
             self._socket.sendall(frame)
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message; None when the other end closed."""
-        header = self._exactly(_HEADER.size)
-        if header is None:
-            return None
-        body = self._exactly(_length(header))
-        if body is None:
-            return None
-        message: dict[str, Any] = msgpack.unpackb(body, strict_map_key=False)
-        return message
+        """The next message; None when the other end closed. Part of one is kept when the time is over."""
+        while not self._received:
+            piece = self._socket.recv(_PIECE)
+            if not piece:
+                return None
+            self._received.extend(self._frames.feed(piece))
+        return self._received.popleft()
 
     def set_timeout(self, seconds: float | None) -> None:
         self._socket.settimeout(seconds)
@@ -66,18 +68,9 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
 
-    def _exactly(self, count: int) -> bytes | None:
-        parts = bytearray()
-        while len(parts) < count:
-            part = self._socket.recv(min(count - len(parts), 1 << 20))
-            if not part:
-                return None
-            parts += part
-        return bytes(parts)
-
 
 class Frames:
-    """The supervisor's `receive`: messages out of bytes that come in pieces of any size."""
+    """Messages out of bytes that come in pieces of any size."""
 
     def __init__(self) -> None:
         self._held = bytearray()

@@ -20,6 +20,10 @@ import pydantic
 import torch
 
 DEEPEST = 64
+_AS_THEY_ARE = (bool, str, int)
+_BYTES = (bytes, bytearray, memoryview)
+_MAPS = (dict, Mapping)
+_LISTS = (list, tuple, set, frozenset)
 _HAS_EXTREMES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -46,26 +50,28 @@ def pack_output(value: Any, *, check_finite: bool, limit: int) -> bytes:
 
 def to_plain(value: Any, *, check_finite: bool, limit: int, depth: int = 0, path: str = "output") -> Any:
     """JSON-able values and bytes out of tensors, arrays, pydantic models and dataclasses."""
-    if value is None or isinstance(value, bool | str | int):
+    if value is None or isinstance(value, _AS_THEY_ARE):
         return value
     if isinstance(value, float):
         if check_finite and not math.isfinite(value):
             raise Unfit("non_finite", f"{path} is {value}")
         return float(value)
-    if isinstance(value, bytes | bytearray | memoryview):
+    if isinstance(value, _BYTES):
         return bytes(value)
     if isinstance(value, torch.Tensor):
         return _tensor(value, check_finite=check_finite, limit=limit, path=path)
     if depth >= DEEPEST:
         raise Unfit("model_error", f"{path} is nested deeper than {DEEPEST}")
-    if isinstance(value, pydantic.BaseModel):
-        # A root model's value may be of any kind.
-        return to_plain(
-            value.model_dump(), check_finite=check_finite, limit=limit, depth=depth + 1, path=path
-        )
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
+    # Most answers are dicts and lists: whether they are something rarer need not be asked first.
+    if type(value) is not dict and type(value) is not list:
+        if isinstance(value, pydantic.BaseModel):
+            # A root model's value may be of any kind.
+            return to_plain(
+                value.model_dump(), check_finite=check_finite, limit=limit, depth=depth + 1, path=path
+            )
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, _MAPS):
         plain: dict[str, Any] = {}
         for name, item in value.items():
             key = _key(name, path)
@@ -75,7 +81,7 @@ def to_plain(value: Any, *, check_finite: bool, limit: int, depth: int = 0, path
                 item, check_finite=check_finite, limit=limit, depth=depth + 1, path=f"{path}.{key}"
             )
         return plain
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, _LISTS):
         return [
             to_plain(item, check_finite=check_finite, limit=limit, depth=depth + 1, path=f"{path}[{i}]")
             for i, item in enumerate(value)

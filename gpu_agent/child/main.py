@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -107,6 +108,10 @@ def _serve(control: Channel, memory: Channel, setup: Mapping[str, Any], watchdog
     from gpu_agent.child.runner import Runner
     from gpu_agent.device.torch_device import open_device
 
+    # What was imported stays. Collections need not walk through it, least of all the one between an
+    # out-of-memory and the next try.
+    gc.collect()
+    gc.freeze()
     if not _await_begin(control, watchdog):
         return
     directories = [Path(directory) for directory in setup["directories"]]
