@@ -155,7 +155,9 @@ function agent.report(k, r)
     else
       extra.stored = stored
     end
-    if extra.result or (stored and redis.call('EXISTS', stored) == 1) then
+    -- A call that failed half-way may have taken it already.
+    if stored and redis.call('EXISTS', stored) == 0 then extra.stored = key('res', id) end
+    if extra.result or (stored and redis.call('EXISTS', extra.stored) == 1) then
       settle.job(id, j, 'succeed', extra)
     else
       agent.requeue(id, j, 'unheld')

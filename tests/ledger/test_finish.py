@@ -11,6 +11,7 @@ from scheduler.cards import WakeListener
 from scheduler.handover import HandedJob, Handout, Report
 from scheduler.store import Store
 from tests.ledger.fake_agent import GIB, FakeAgent, hosted, ok, request, said
+from vramgate import errors
 
 
 async def _submit(store: Store, number: int, *, nbytes: int = GIB // 4) -> list[str]:
@@ -149,6 +150,32 @@ async def test_a_stored_result_that_is_gone_runs_again(store: Store) -> None:
         dataclasses.replace(ok(job), result=None, is_stored=True, result_bytes=9), want=1
     )
     assert [again.job_id for again in handout.jobs] == [job_id]
+
+
+async def test_a_stored_result_outlives_a_finish_that_failed_half_way(store: Store) -> None:
+    """A script that fails after it has taken a large result is asked again: the job is answered with that
+    result, and does not run a second time.
+    """
+    agent = FakeAgent(store)
+    await agent.register()
+    job_id, _ = await _submit(store, 2)
+    large, other = await agent.claim()
+    assert large.job_id == job_id
+    await results.put(store, large.lease_id, b"large" * 30_000)
+    reports = (
+        dataclasses.replace(ok(large), result=None, is_stored=True, result_bytes=150_000),
+        said(other, "give_back"),
+    )
+    queue = store.keys.name("q", "echo")
+    await store.redis.set(queue, "no sorted set")
+    with pytest.raises(errors.Internal):
+        await agent.finish(*reports)
+    await store.redis.delete(queue)
+    agent.seq -= 1
+    handout = await agent.finish(*reports, want=2)
+    assert [again.job_id for again in handout.jobs] == [other.job_id]
+    outcome = await jobs.outcome(store, job_id)
+    assert outcome is not None and outcome.result == b"large" * 30_000
 
 
 async def test_what_was_cancelled_returns_its_bytes_with_the_report(store: Store) -> None:
