@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from gpu_agent.estimate import Estimate
@@ -23,6 +25,7 @@ from vramgate.model import BatchUnits, batch_need
 _LOG = logging.getLogger(__name__)
 MOST_LOADS = 3
 RETRY_S = (5.0, 30.0)
+JITTER = 0.2
 _UNKNOWN_VERSION = "unknown"
 
 
@@ -100,12 +103,21 @@ class CardModel:
             tries = f" (given up after {self.failures} tries)" if not is_final else ""
             self.reason, self.retry_at = reason + tries, None
         else:
-            delay = RETRY_S[min(self.failures, len(RETRY_S)) - 1]
-            self.reason, self.retry_at = f"{reason} (tried again in {delay:g} s)", time.monotonic() + delay
+            # A little apart: cards whose models all failed at one moment share a host, and often a cause.
+            delay = RETRY_S[min(self.failures, len(RETRY_S)) - 1] * random.uniform(1 - JITTER, 1 + JITTER)
+            then = datetime.now(UTC) + timedelta(seconds=delay)
+            self.reason = f"{reason} (tried again at {then:%H:%M:%S} UTC)"
+            self.retry_at = time.monotonic() + delay
 
     @property
     def is_given_up(self) -> bool:
         return self.state == "failed" and self.retry_at is None
+
+    @property
+    def is_due(self) -> bool:
+        """To be loaded now: neither ready, nor given up, nor waiting for its next try."""
+        waits = self.retry_at is not None and self.retry_at > time.monotonic()
+        return self.state != "ready" and not self.is_given_up and not waits
 
     def published(self) -> HostedModel:
         """What the ledger and the gateways are told: the same object until it says something else."""
@@ -189,10 +201,10 @@ class CardModels:
                 log_event(_LOG, "version_disputed", logging.ERROR, model=model.name, reason=reason)
 
     def child_gone(self) -> None:
-        """No model is loaded any more; what was given up stays given up."""
+        """No model is loaded any more; what has failed waits for its next try, or has none."""
         for model in self._models.values():
             model.busy.clear()
-            if not model.is_given_up:
+            if model.state != "failed":
                 model.state = "absent"
 
 

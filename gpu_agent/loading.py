@@ -33,9 +33,11 @@ class Loader:
         self._answer: asyncio.Future[Mapping[str, Any]] | None = None
 
     async def load_all(self, child: ChildProcess, *, room: Room, stopping: asyncio.Event) -> None:
-        """Load what is not given up."""
+        """Load what is neither given up nor waiting for its next try: a load that ended the last child must
+        not be the first thing that the next one does.
+        """
         for model in self._models.all:
-            if model.state != "ready" and not model.is_given_up and child.is_alive and not stopping.is_set():
+            if model.is_due and child.is_alive and not stopping.is_set():
                 await self._load(child, model, room=await room(), stopping=stopping)
 
     async def load_due(self, child: ChildProcess, *, room: Room, stopping: asyncio.Event) -> None:
@@ -46,8 +48,7 @@ class Loader:
         while not self._intake.is_idle and child.is_alive and not stopping.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         for model in self._models.all:
-            is_due = model.retry_at is not None and model.retry_at <= time.monotonic()
-            if is_due and child.is_alive and not stopping.is_set():
+            if model.retry_at is not None and model.is_due and child.is_alive and not stopping.is_set():
                 await self._load(child, model, room=await room(), stopping=stopping)
 
     def next_retry_s(self) -> float | None:

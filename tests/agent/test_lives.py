@@ -30,6 +30,20 @@ class Shadowing(vramgate.Model):
 """
 
 
+FATAL = """
+import os, pathlib, signal
+import vramgate
+TRIED = pathlib.Path(__file__).with_name("tried")
+class Fatal(vramgate.Model):
+    def load(self, ctx):
+        if not TRIED.exists():
+            TRIED.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    def predict(self, batch, ctx): return ["at last"]
+    def sample(self, units): return {}
+"""
+
+
 async def test_models_that_cannot_be_served_say_why(
     own_caller: Caller, start_agent: Start, tmp_path: Path
 ) -> None:
@@ -77,6 +91,26 @@ async def test_models_that_cannot_be_served_say_why(
     assert sample is not None and sample.allocated <= 320 * 2**20
     assert outputs(await own_caller.run("shadowing")) == "usertheirs"
     assert outputs(await own_caller.run("echo", "x"))["text"] == "x"
+
+
+async def test_a_load_that_kills_its_process_is_tried_again_later(
+    own_caller: Caller, start_agent: Start, tmp_path: Path
+) -> None:
+    """The next child serves the other models first; the one at fault says when its next try is, and is served
+    once a try succeeds.
+    """
+    folder = tmp_path / "agent"
+    folder.mkdir()
+    (folder / "fatal.py").write_text(FATAL)
+    models = {"fatal": 'entrypoint = "fatal.py:Fatal"', "echo": 'entrypoint = "models_plain.py:Echo"'}
+    agent = start_agent(folder=folder, models=models)
+    await own_caller.ready("echo")
+    reason = (await own_caller.hosted("fatal")).reason or ""
+    assert "SIGKILL" in reason and "during its load (tried again at " in reason
+    assert len(agent.events("child_lost")) == 1
+    await own_caller.ready("echo", "fatal")
+    assert outputs(await own_caller.run("fatal")) == "at last"
+    assert len(agent.events("child_lost")) == 1
 
 
 async def test_concurrency_one_is_plain_one_at_a_time(own_caller: Caller, start_agent: Start) -> None:
