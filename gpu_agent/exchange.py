@@ -27,6 +27,8 @@ from vramgate.errors import Internal, StoreUnavailable
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 FRESH_SAMPLE_S = 0.05
+MOST_CARRIED_BYTES = 16 * 2**20
+"""A server takes at most 1 GiB of arguments in one call."""
 BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 FAULT_BACKOFF_S = 5.0
 
@@ -151,12 +153,21 @@ class Exchange:
         return handout.more or bool(self._held.outbox)
 
     async def _next_reports(self) -> tuple[Report, ...]:
-        """The oldest reports, with their large results stored and their events sent first."""
+        """The oldest reports, with their large results stored and their events sent first. Of results that
+        could not be stored so many go along as one call may carry.
+        """
         if not self._held.outbox:
             return ()
         await self._emitter.flush()
-        chosen = tuple(self._held.outbox[: cards.REPORTS_PER_CALL])
-        return tuple([await self._stored(report) for report in chosen])
+        chosen: list[Report] = []
+        carried = 0
+        for report in self._held.outbox[: cards.REPORTS_PER_CALL]:
+            sent = await self._stored(report)
+            carried += len(sent.result or b"")
+            if chosen and carried > MOST_CARRIED_BYTES:
+                break
+            chosen.append(sent)
+        return tuple(chosen)
 
     async def _stored(self, report: Report) -> Report:
         result = report.result

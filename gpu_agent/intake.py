@@ -32,7 +32,9 @@ Send = Callable[[Mapping[str, Any]], None]
 
 @dataclass(slots=True)
 class Batch:
-    """One batch in the child. cancelled and overdue hold positions in `jobs`."""
+    """One batch in the child. cancelled and overdue hold positions in `jobs`; results, by position, are those
+    that came ahead of its end.
+    """
 
     number: int
     model: CardModel
@@ -40,6 +42,7 @@ class Batch:
     cancelled: set[int] = field(default_factory=set)
     overdue: set[int] = field(default_factory=set)
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
+    results: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def is_unwanted(self) -> bool:
@@ -165,6 +168,12 @@ class Intake:
             if chosen is None:
                 return
             self._start(*chosen)
+
+    def on_result(self, message: Mapping[str, Any]) -> None:
+        """A large result of a batch whose end follows."""
+        batch = self._batches.get(int(message["batch"]))
+        if batch is not None:
+            batch.results[int(message["item"])] = message["data"]
 
     def on_done(self, message: Mapping[str, Any]) -> None:
         """A batch is over: one report per item."""
@@ -299,6 +308,7 @@ class Intake:
         self, batch: Batch, index: int, job: HandedJob, item: Sequence[Any], *, peak: int, run_ms: int
     ) -> None:
         kind, result, code, detail = item
+        result = batch.results.pop(index, result)
         if index in batch.cancelled:
             self._held.report(job, "ended", peak=peak, run_ms=run_ms)
         elif index in batch.overdue:

@@ -18,6 +18,7 @@ import msgpack
 
 _HEADER = struct.Struct(">I")
 MAX_FRAME = 1 << 30
+"""Twice the largest input or output that can be configured. What a batch has more of is sent in several."""
 _PIECE = 1 << 16
 
 
@@ -26,8 +27,12 @@ class Broken(Exception):
 
 
 def pack_frame(message: Mapping[str, Any]) -> bytes:
-    """One message as it goes over the socket. Raises what msgpack raises for a value that it cannot hold."""
+    """One message as it goes over the socket. Raises ValueError for one that is too large, and what msgpack
+    raises for a value that it cannot hold.
+    """
     body: bytes = msgpack.packb(message)
+    if len(body) > MAX_FRAME:
+        raise ValueError(f"a message of {len(body)} bytes; at most {MAX_FRAME} are sent")
     return _HEADER.pack(len(body)) + body
 
 

@@ -233,6 +233,8 @@ class Supervisor:
 
     def _on_message(self, message: dict[str, Any]) -> None:
         match message["t"]:
+            case "result":
+                self._intake.on_result(message)
             case "done":
                 self._sampler.run_ended(allocated=message["allocated"], segments=message["segments"])
                 self._intake.on_done(message)

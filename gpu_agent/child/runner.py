@@ -21,6 +21,7 @@ import torch
 
 from gpu_agent.child.answers import Unfit, pack_output
 from gpu_agent.child.context import LaneContext, Scope, nobody
+from gpu_agent.child.ended import Ended, as_sent
 from gpu_agent.child.loader import describe
 from gpu_agent.device.torch_device import TorchDevice
 from gpu_agent.device.verdict import Verdict, classify
@@ -34,16 +35,6 @@ Send = Callable[[Mapping[str, Any]], None]
 
 class Poisoned(Exception):
     """The process's context can no longer be trusted: end it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How one item ended. kind: ok (result), failed (code, detail), oom, cancelled."""
-
-    kind: str
-    result: bytes | None = None
-    code: str | None = None
-    detail: str | None = None
 
 
 @dataclass(slots=True)
@@ -124,11 +115,14 @@ class Runner:
                 ended = _Batch(self, hosted, context, order).answer()
         finally:
             peak, shared = self.activity.leave(order.number)
+        items, apart = as_sent(ended)
+        for index, result in apart:
+            self.send({"t": "result", "batch": order.number, "item": index, "data": result})
         self.send(
             {
                 "t": "done",
                 "batch": order.number,
-                "items": [[e.kind, e.result, e.code, e.detail and plain_text(e.detail)] for e in ended],
+                "items": items,
                 "run_ms": round((time.monotonic() - began) * 1000),
                 "peak": max(0, peak - before),
                 "shared": shared,

@@ -347,6 +347,49 @@ async def test_a_large_result_passes_a_full_server(bench: Bench, monkeypatch: py
     assert outcome is not None and outcome.result == answer
 
 
+async def test_results_that_a_full_server_does_not_store_go_call_by_call(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they could be more than the server takes in one call; each is delivered all the same."""
+
+    async def full(*args: Any, **kwargs: Any) -> None:
+        raise StoreUnavailable("full")
+
+    monkeypatch.setattr(results, "put", full)
+    monkeypatch.setattr("gpu_agent.exchange.MOST_CARRIED_BYTES", 150_000)
+    calls: list[int] = []
+    finish = cards.finish
+
+    async def counted(*args: Any, reports: Any, **kwargs: Any) -> Any:
+        calls.append(len(reports))
+        return await finish(*args, reports=reports, **kwargs)
+
+    monkeypatch.setattr(cards, "finish", counted)
+    blocker = await bench.submit()
+    first = await bench.batch()
+    ids = [await bench.submit() for _ in range(3)]
+
+    async def at_hand() -> bool:
+        return len(bench.held.pairs) == 4
+
+    await until("all are held", at_hand, patience_s=10)
+    bench.done(first)
+    await bench.state(blocker, "succeeded")
+    batch = await bench.batch(2)
+    calls.clear()
+    answers = [msgpack.packb(str(i) * 100_000) for i in range(3)]
+    number = batch["batch"]
+    bench.intake.on_result({"t": "result", "batch": number, "item": 0, "data": answers[0]})
+    items = [["ok", None if i == 0 else answer, None, None] for i, answer in enumerate(answers)]
+    message = {"batch": number, "run_ms": 1, "peak": 0, "shared": True, "buffers": 0}
+    bench.intake.on_done(message | {"t": "done", "items": items})
+    for job_id, answer in zip(ids, answers, strict=True):
+        await bench.state(job_id, "succeeded")
+        outcome = await jobs.outcome(bench.store, job_id)
+        assert outcome is not None and outcome.result == answer
+    assert calls == [1, 1, 1]
+
+
 async def test_the_grace_of_a_cancel_spares_batch_mates(bench: Bench) -> None:
     """A cancelled item whose batch mate is wanted is never killed for; when both are cancelled, the grace
     ends it.

@@ -23,6 +23,7 @@ from gpu_agent import budget
 from gpu_agent.batching import form_batch
 from gpu_agent.cardlock import CardLock, CardTakenHere
 from gpu_agent.child.answers import Unfit, is_finite, pack_output
+from gpu_agent.child.ended import Ended, as_sent
 from gpu_agent.child.loader import LoadFailed, describe, find_class
 from gpu_agent.child.profile import Point, climb, envelope, prove
 from gpu_agent.clock import ServerClock
@@ -41,7 +42,7 @@ MIB = 2**20
 
 
 def job(name: str, *, lease: int, units: float = 1.0, alone: bool = False) -> HandedJob:
-    return HandedJob(name, "l" + name, lease, "m", "1", units, 1, alone, 1000, 1000, b"", False, None)
+    return HandedJob(name, "l" + name, lease, "m", "1", units, 1, alone, 1000, 1000, b"i", False, None)
 
 
 def sample(**changes: Any) -> Sample:
@@ -177,6 +178,27 @@ def test_exclusive_jobs_share_no_batch() -> None:
     assert [j.job_id for j in form_batch(first, max_batch=8, need=lambda units: 0)] == ["a"]
     later = [job("a", lease=1), job("b", lease=1, alone=True), job("c", lease=1)]
     assert [j.job_id for j in form_batch(later, max_batch=8, need=lambda units: 0)] == ["a", "c"]
+
+
+def test_the_inputs_of_a_batch_fit_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would make the message too large waits for the next batch; the first goes in any case."""
+    monkeypatch.setattr("gpu_agent.batching.MOST_INPUT_BYTES", 2)
+    jobs = [job("a", lease=1), job("b", lease=1), job("c", lease=1)]
+    assert all(len(j.inputs or b"") == 1 for j in jobs)
+    assert [j.job_id for j in form_batch(jobs, max_batch=8, need=lambda units: 0)] == ["a", "b"]
+    monkeypatch.setattr("gpu_agent.batching.MOST_INPUT_BYTES", 0)
+    assert [j.job_id for j in form_batch(jobs, max_batch=8, need=lambda units: 0)] == ["a"]
+
+
+def test_the_results_of_a_batch_fit_their_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results go with the end of their batch as long as they are small together, the rest by themselves."""
+    monkeypatch.setattr("gpu_agent.child.ended.WITH_DONE_BYTES", 10)
+    ended = [Ended("ok", result=b"x" * size) for size in (4, 7, 6, 1)]
+    ended.append(Ended("failed", code="model_error", detail="d" * 100_000))
+    items, apart = as_sent(ended)
+    assert [result and len(result) for _, result, _, _ in items] == [4, None, 6, None, None]
+    assert apart == [(1, b"x" * 7), (3, b"x")]
+    assert len(items[4][3]) < 10_000
 
 
 def test_the_first_job_goes_even_when_its_lease_is_too_small_by_now() -> None:
