@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pydantic
@@ -112,6 +113,12 @@ class Rude(Calm):
             case "fork":
                 if os.fork() == 0:
                     sys.exit(0)
+            case "shout":
+                # Into every socket, those to the supervisor among them.
+                for fd in Path("/proc/self/fd").iterdir():
+                    if fd.is_socket():
+                        os.write(int(fd.name), b"\xff" * 8)
+                time.sleep(600)
             case "recurse":
                 return self._one(where, what, size, ctx)
             case "memory":

@@ -155,16 +155,19 @@ async def test_a_piece_that_cannot_be_sent_fails_its_item_alone(rude: Caller, ru
     assert len(rude_agent.events("child_started")) == 1
 
 
-async def test_leaving_the_process_is_a_crash(own_caller: Caller, start_agent: Start, tmp_path: Path) -> None:
-    """os._exit ends the child, with status 0 too: the job runs again alone and fails as crashed after at
-    most three runs; its batch mates succeed.
+@pytest.mark.parametrize("text", ["kill:", "shout:"])
+async def test_leaving_the_process_is_a_crash(
+    own_caller: Caller, start_agent: Start, tmp_path: Path, text: str
+) -> None:
+    """os._exit ends the child, with status 0 too, and so does what breaks its line to the supervisor: the job
+    runs again alone and fails as crashed after at most three runs; its batch mates succeed.
     """
     folder = tmp_path / "agent"
     folder.mkdir()
     shutil.copy(MODELS_FILE, folder)
     start_agent(folder=folder, models={"rude": 'entrypoint = "models_rude.py:Rude"'})
     await own_caller.ready("rude")
-    bad, *mates = await _together(own_caller, "rude", "kill:")
+    bad, *mates = await _together(own_caller, "rude", text)
     assert bad.code == "crashed" and bad.attempts <= 3
     for mate in mates:
         assert outputs(mate)
