@@ -6,6 +6,16 @@
 -- Returns: ok {how, job, state, position, card} + record and result of a replay | refused {code, ...}
 -- Cost: about 20 commands without waiters; with waiters one pump of the cards that fit.
 -- include: base pool limits transitions rate lease job settle place
+-- at once: pool(note_time count write_counted) limits(of read add write) lease(card unpack_card is_open model obstacle)
+--   job(new unpack save write schedule deadline enqueue stand is_live pack write_told) place(candidates
+--   without_waiters submitted)
+--   unpack_card is_open model obstacle sum reserve put move save write settle write_card write_leases) job(new
+--   unpack save write schedule deadline enqueue stand is_live pack write_told set_state) place(candidates
+--   without_waiters submitted has_waiters queues grant ready)
+--   job(new unpack save write schedule deadline enqueue stand is_live pack write_told) place(candidates
+--   without_waiters submitted)
+--   job(new unpack save write schedule deadline enqueue stand is_live pack write_told) place(candidates
+--   without_waiters submitted)
 local CLIENTS = '<ddddddddssssss'
 local ID, INPUTS = string.sub(KEYS[2], #PREFIX + 5), ARGV[4]
 local bytes, _, priority, _, _, _, total_ms, is_sync, name, class, tenant, digest, _, _, rest = struct.unpack(CLIENTS, ARGV[1])

@@ -5,9 +5,10 @@ local PREFIX = string.sub(META, 1, -5)
 local MOVE_LIMIT = 16
 
 -- The same names in the same order as scheduler/store.py, held equal by tests/ledger/test_scripts.py.
+local SETTINGS = { struct.unpack('<ddddddddddddddddddddd', ARGV[2]) }
 local SESSION_MS, BEAT_MS, ABANDON_GRACE_MS, QUEUE_JOBS, QUEUE_BYTES, MODEL_JOBS, MODEL_BYTES, TENANT_JOBS, TENANT_BYTES,
   RESULT_BUDGET, KEY_TTL_MS, RESULT_TTL_MS, DELIVERED_TTL_MS, DEAD_LETTER_TTL_MS, TOMBSTONE_TTL_MS, KNOWN_TTL_MS, PACKS,
-  BOOST_MS, MAX_PASSED, MAX_PASSING_MS, LONGEST_RUN_MS = struct.unpack('<ddddddddddddddddddddd', ARGV[2])
+  BOOST_MS, MAX_PASSED, MAX_PASSING_MS, LONGEST_RUN_MS = unpack(SETTINGS)
 
 -- Names: the same as scheduler/keys.py, held equal by tests/ledger/test_keys.py.
 local function key(kind, name)

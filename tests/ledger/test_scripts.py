@@ -115,20 +115,53 @@ def test_settings_have_the_same_order_in_python_and_lua() -> None:
     """They travel as numbers without names: base.lua names them as store.py sends them."""
     base = (scripts.LUA / "_lib" / "base.lua").read_text()
     named = re.search(
-        r"^local (SESSION_MS,[^=]+?) = struct\.unpack\('<(d+)', ARGV\[2\]\)$", base, re.MULTILINE
+        r"^local SETTINGS = { struct\.unpack\('<(d+)', ARGV\[2\]\) }\n"
+        r"local (SESSION_MS,[^=]+?) = unpack\(SETTINGS\)$",
+        base,
+        re.MULTILINE,
     )
     assert named is not None
     sent = list(script_settings(load_settings(None)))
-    assert [name.lower() for name in re.split(r",\s+", named[1])] == sent
-    assert len(named[2]) == len(sent)
+    assert [name.lower() for name in re.split(r",\s+", named[2])] == sent
+    assert len(named[1]) == len(sent)
 
 
-def test_members_come_into_being_on_first_use() -> None:
-    """Each member of a helper is created only by the call that uses it, whatever else stands in its file."""
-    text = scripts.load("claim").text
-    for name in ("job", "lease", "place", "settle", "sweep", "agent"):
-        assert f"setmetatable({name}, {{ __index = function(_, name)" in text
-        defined = re.findall(rf"^function {name}\.(\w+)", text, re.MULTILINE)
-        assert defined and len(set(defined)) == len(defined)
+def _members(helper: str) -> list[str]:
+    text = (scripts.LUA / "_lib" / f"{helper}.lua").read_text()
+    return re.findall(rf"^function {helper}\.(\w+)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", scripts.names())
+def test_members_come_into_being_once(name: str) -> None:
+    """Each member of a helper is made at once where the script's header says so, else by the call that first
+    uses it; whatever else stands in its file. What a header names is there.
+    """
+    header = (scripts.LUA / f"{name}.lua").read_text().split("\nlocal ")[0]
+    text = scripts.load(name).text
+    at_once = {
+        f"{module}.{member}"
+        for module, members in re.findall(
+            r"(\w+)\(([a-z_ ]+)\)", header.partition("-- at once: ")[2].replace("\n--", "")
+        )
+        for member in members.split()
+    }
+    found = re.search(r"^-- include: (.+)$", header, re.MULTILINE)
+    known: set[str] = set()
+    for helper in found[1].split() if found else ():
+        defined = _members(helper)
+        assert len(set(defined)) == len(defined)
+        known |= {f"{helper}.{member}" for member in defined}
         for member in defined:
-            assert f"if name == '{member}' then\nfunction {name}.{member}" in text
+            on_first_use = f"if name == '{member}' then\nfunction {helper}.{member}"
+            assert (on_first_use in text) == (f"{helper}.{member}" not in at_once)
+            assert text.count(f"\n{member} = function ") + text.count(f"\nfunction {helper}.{member}(") >= 1
+    assert at_once <= known | {"transitions.grant"}
+
+
+def test_constants_are_folded() -> None:
+    """A script names no constant: its value stands there, or the place of a setting; strings stay."""
+    text = scripts.load("finish").text
+    for constant in ("MOVE_LIMIT", "MOVING", "STREAM_ENTRIES", "RESULT_TTL_MS"):
+        assert constant not in text
+    assert "NOW - k.sm <= 2 * SETTINGS[2]" in text
+    assert "redis.call('ZADD', (PREFIX .. 'sessions'), int(NOW + SETTINGS[1]), 'c:' .. k.id)" in text
