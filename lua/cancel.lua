@@ -14,7 +14,7 @@ elseif A.force and j.l ~= '' then
   local record = lease.get(j.d, j.l)
   if record then
     record.ending = 2
-    lease.put(j.d, j.l, record)
+    lease.put(lease.card(j.d), j.l, record)
     pool.wake(j.d)
   end
 end

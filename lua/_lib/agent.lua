@@ -1,5 +1,5 @@
 -- agent: what the three calls of an agent share. Session, starts, sample, reports, hand-outs.
-local agent = {}
+local agent = { came_back = {} }
 
 local INLINE_INPUTS = 65536
 
@@ -28,7 +28,7 @@ function agent.starts(k, starts)
     local record = lease.get(k.id, start.lease)
     if record and record.job == start.job and record.started == 0 then
       record.started = 1
-      lease.put(k.id, start.lease, record)
+      lease.put(k, start.lease, record)
       local j = job.load(start.job)
       if j and j.l == start.lease and job.set_state(start.job, j, 'start') then
         j.rs = math.max(NOW - math.max(start.age, 0), record.granted)
@@ -110,8 +110,6 @@ agent.FAILURES = {
 }
 
 -- Jobs that reports brought back into the queue; placed when the sample that came with the reports is known.
-agent.came_back = {}
-
 function agent.place_back()
   for _, back in ipairs(agent.came_back) do
     if back.card ~= '' then
@@ -148,7 +146,7 @@ function agent.report(k, r)
     if next_id then agent.came_back[#agent.came_back + 1] = { id = next_id, j = n, card = '' } end
     return 'settled'
   end
-  local extra = { peak = num(r.peak), run_ms = num(r.run_ms), detail = tostring(r.detail or '') }
+  local extra = { peak = r.peak or 0, run_ms = r.run_ms or 0, detail = tostring(r.detail or ''), result = nil, stored = nil }
   if r.kind == 'succeeded' then
     if r.result_index then
       extra.result = ARGV[r.result_index]
@@ -217,7 +215,7 @@ function agent.recall(k, o, class)
   end
   if chosen then
     chosen.recall = k.id
-    lease.put(o.id, chosen_lease, chosen)
+    lease.put(o, chosen_lease, chosen)
     pool.wake(o.id)
   end
 end
@@ -251,13 +249,14 @@ end
 -- Takes up to `want` jobs off the list of a card: what was granted before, then what this call has granted.
 function agent.take(k, want)
   local ids = redis.call('LPOP', key('ready', k.id), want) or {}
-  while #ids < want and k.fresh[1] do ids[#ids + 1] = table.remove(k.fresh, 1) end
-  job.load_all(ids)
-  local leases = {}
-  for i, id in ipairs(ids) do
-    local j = job.load(id)
-    leases[i] = j and j.l or ''
+  if k.fresh[1] then
+    local fresh = k.fresh
+    local few = math.min(want - #ids, #fresh)
+    for i = 1, few do ids[#ids + 1] = fresh[i] end
+    k.fresh = { unpack(fresh, few + 1) }
   end
+  local leases = {}
+  for i, j in ipairs(job.load_all(ids)) do leases[i] = j and j.l or '' end
   lease.load_all(k, leases)
   return ids
 end
@@ -286,7 +285,7 @@ function agent.hand(k, id, handed, answer)
   local record = j and j.s == 'leased' and j.d == k.id and lease.get(k.id, j.l)
   if not record or record.handed ~= 0 then return end
   record.handed = A.seq
-  lease.put(k.id, j.l, record)
+  lease.put(k, j.l, record)
   j.a, j.ve = j.a + 1, lease.model(k, j.m).version
   job.save(id, j)
   handed[#handed + 1] = j
@@ -318,7 +317,7 @@ function agent.end_job(id, j, event, extra)
       redis.call('LREM', place.ready(k), 1, id)
     elseif record then
       record.ending = math.max(record.ending, extra.force and 2 or 1)
-      lease.put(j.d, j.l, record)
+      lease.put(k, j.l, record)
       pool.wake(j.d)
       k = nil
     end

@@ -37,19 +37,20 @@ end
 -- Several records by one command, in the same order, false for those that are gone.
 function job.load_all(ids)
   local names, missing, found, loaded = {}, 0, {}, job.loaded
-  for i, id in ipairs(ids) do
-    found[i] = loaded[id] or false
-    if not found[i] then
+  for i = 1, #ids do
+    local j = loaded[ids[i]]
+    if not j then
       missing = missing + 1
-      names[missing] = key('job', id)
+      names[missing] = key('job', ids[i])
     end
+    found[i] = j or false
   end
   if missing == 0 then return found end
   local packed, at = redis.call('MGET', unpack(names)), 0
-  for i, id in ipairs(ids) do
+  for i = 1, #ids do
     if not found[i] then
       at = at + 1
-      found[i] = job.read(id, packed[at]) or false
+      found[i] = job.read(ids[i], packed[at]) or false
     end
   end
   return found
@@ -91,24 +92,25 @@ end
 
 -- The record is written when the script replies; call it after the last change. Fixed fields never change.
 function job.save(id, j)
+  if not j.packed then return end
   at_end.records = job.write
   job.unsaved[id], j.packed = j, nil
 end
 
 -- Live records have no time to live; settled ones keep theirs.
 function job.write()
-  local live = {}
+  local live, used = {}, 0
   for id, j in pairs(job.unsaved) do
     if job.is_live(j) then
-      live[#live + 1] = key('job', id)
-      live[#live + 1] = job.pack(j)
+      live[used + 1], live[used + 2] = key('job', id), job.pack(j)
+      used = used + 2
     elseif j.ttl_ms then
       redis.call('SET', key('job', id), job.pack(j), 'PX', int(j.ttl_ms))
     else
       redis.call('SET', key('job', id), job.pack(j), 'XX', 'KEEPTTL')
     end
   end
-  if #live > 0 then redis.call('MSET', unpack(live)) end
+  if used > 0 then redis.call('MSET', unpack(live)) end
   job.write_told()
 end
 
@@ -234,12 +236,11 @@ function job.tell(id, j, events_only, outcome, result)
       entry = { bytes = 0 }
       job.told[worker] = entry
     end
-    entry[#entry + 1] = id
-    entry[#entry + 1] = outcome or ''
+    local used = #entry
+    entry[used + 1], entry[used + 2] = id, outcome or ''
     if result and entry.bytes + #result <= ENTRY_BYTES then
       entry.bytes = entry.bytes + #result
-      entry[#entry + 1] = 'r:' .. id
-      entry[#entry + 1] = result
+      entry[used + 3], entry[used + 4] = 'r:' .. id, result
     end
   end
 end

@@ -35,36 +35,37 @@ function lease.unpack_card(packed)
   return {
     hr = hr, sl = sl, sm = sm, to = to, dr = dr, cx = cx, fo = fo, ov = ov, re = re, ex = ex, li = li, jb = jb, nj = nj, fa = fa,
     hb = hb, pk = pk, sf = sf, dq = dq, us = us, ow = ow, al = al, rv = rv, sq = sq, sid = sid, op = op, ag = ag, hj = hj, xl = xl,
-    cl = cl, id = '', models = false, fresh = false, leases = false, ended = nil, answer = nil,
+    cl = cl, id = '', models = false, fresh = false, leases = false, ended = nil, answer = nil, is_unsaved = false,
   }
 end
 
 -- The card is written when the script replies.
 function lease.save(k)
-  if not next(lease.unsaved) then at_end[#at_end + 1] = lease.write end
-  lease.unsaved[k.id] = k
+  if k.is_unsaved then return end
+  local unsaved = lease.unsaved
+  if not unsaved[1] then at_end[#at_end + 1] = lease.write end
+  k.is_unsaved, unsaved[#unsaved + 1] = true, k
 end
 
 function lease.write()
-  for _, k in pairs(lease.unsaved) do lease.write_card(k) end
+  local unsaved = lease.unsaved
   lease.unsaved = {}
+  for _, k in ipairs(unsaved) do lease.settle(k) end
 end
 
 function lease.write_card(k)
   local packed = struct.pack(CARD, k.hr, k.sl, k.sm, k.to, k.dr, k.cx, k.fo, k.ov, k.re, k.ex, k.li, k.jb, k.nj, k.fa, k.hb, k.pk,
     k.sf, k.dq, k.us, k.ow, k.al, k.rv, k.sq, k.sid, k.op, k.ag, k.hj, k.xl, k.cl)
-  local flat = { 'r', packed }
+  local flat = { 'r', packed, nil, nil, nil, nil }
   for name, m in pairs(k.models) do
     if m.moved then
-      flat[#flat + 1] = 'n:' .. name
+      flat[#flat + 1], m.moved = 'n:' .. name, false
       flat[#flat + 1] = int(m.taken)
-      m.moved = false
     end
   end
   if k.answer then
     flat[#flat + 1] = 'an'
-    flat[#flat + 1] = k.answer
-    k.answer = nil
+    flat[#flat + 1], k.answer = k.answer, nil
   end
   redis.call('HSET', key('card', k.id), unpack(flat))
   lease.write_leases(k)
@@ -72,13 +73,12 @@ end
 
 -- What is unwritten of a card, before its tables are read as a whole.
 function lease.settle(k)
-  if lease.unsaved[k.id] then
-    lease.write_card(k)
-    lease.unsaved[k.id] = nil
-  end
+  if not k.is_unsaved then return end
+  k.is_unsaved = false
+  lease.write_card(k)
 end
 
-function lease.forget(id) lease.unsaved[id], lease.loaded[id] = nil, nil end
+function lease.forget(k) k.is_unsaved, lease.loaded[k.id] = false, nil end
 
 -- What the card hosts has changed: numbers read before are written, and read anew.
 function lease.republished(k)
@@ -139,11 +139,13 @@ function lease.get(card, id)
 end
 
 function lease.load_all(k, ids)
-  if #ids == 0 then return end
-  local packed = redis.call('HMGET', key('leases', k.id), unpack(ids))
-  for i, id in ipairs(ids) do
-    if k.leases[id] == nil then k.leases[id] = packed[i] and lease.unpack(packed[i]) end
+  local leases, missing = k.leases, {}
+  for i = 1, #ids do
+    if leases[ids[i]] == nil then missing[#missing + 1] = ids[i] end
   end
+  if not missing[1] then return end
+  local packed = redis.call('HMGET', key('leases', k.id), unpack(missing))
+  for i, id in ipairs(missing) do leases[id] = packed[i] and lease.unpack(packed[i]) end
 end
 
 -- Every lease of a card: id, record, id, record ...
@@ -158,8 +160,7 @@ function lease.all(k)
 end
 
 -- Writes a lease with its card.
-function lease.put(card, id, record)
-  local k = lease.card(card)
+function lease.put(k, id, record)
   k.leases[id], record.moved = record, true
   lease.save(k)
 end
@@ -168,13 +169,13 @@ function lease.write_leases(k)
   local flat = {}
   for id, record in pairs(k.leases) do
     if record and record.moved then
+      record.moved = false
       flat[#flat + 1] = id
       flat[#flat + 1] = struct.pack(RECORD, record.bytes, record.granted, record.handed, record.started, record.ending, record.job,
         record.model, record.recall)
-      record.moved = false
     end
   end
-  if #flat > 0 then redis.call('HSET', key('leases', k.id), unpack(flat)) end
+  if flat[1] then redis.call('HSET', key('leases', k.id), unpack(flat)) end
   if k.ended then
     redis.call('HDEL', key('leases', k.id), unpack(k.ended))
     k.ended = nil
@@ -205,7 +206,7 @@ function lease.reserve(k, id, job_id, j)
     bytes = math.max(bytes, (lease.sum(k)))
     k.xl = job_id
   end
-  lease.put(k.id, id, {
+  lease.put(k, id, {
     bytes = bytes, granted = NOW, handed = 0, started = 0, ending = 0, job = job_id, model = j.m, recall = '', moved = true,
   })
   lease.move(k, j.m, bytes, 1)
@@ -218,8 +219,8 @@ end
 function lease.release(k, id, record)
   if k.leases[id] ~= record then return false end
   k.leases[id] = false
-  k.ended = k.ended or {}
-  k.ended[#k.ended + 1] = id
+  local ended = k.ended or {}
+  k.ended, ended[#ended + 1] = ended, id
   lease.move(k, record.model, -record.bytes, -1)
   if k.xl ~= '' and k.xl == record.job then k.xl = '' end
   return true

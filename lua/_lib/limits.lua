@@ -1,50 +1,60 @@
 -- limits: waiting jobs and payload bytes, by pool, model and tenant. Fields of limits: p, m:<model>, t:<tenant>, each two doubles.
-local limits = { models = {}, tenants = {}, is_changed = false }
+local limits = { scopes = {}, changes = {}, is_changed = false }
 
 -- The counters of the pool, a model and a tenant, read together, once.
 function limits.of(model, tenant)
-  local m, t = limits.models[model], limits.tenants[tenant]
-  if not m or not t then
-    local packed = redis.call('HMGET', key('limits'), 'p', 'm:' .. model, 't:' .. tenant)
-    limits.pool = limits.pool or limits.read('p', packed[1])
-    m, t = m or limits.read('m:' .. model, packed[2]), t or limits.read('t:' .. tenant, packed[3])
-    limits.models[model], limits.tenants[tenant] = m, t
+  local scopes, m, t = limits.scopes, 'm:' .. model, 't:' .. tenant
+  if not (scopes[m] and scopes[t]) then
+    local packed = redis.call('HMGET', key('limits'), 'p', m, t)
+    scopes.p = scopes.p or limits.read(packed[1])
+    scopes[m], scopes[t] = scopes[m] or limits.read(packed[2]), scopes[t] or limits.read(packed[3])
   end
-  return limits.pool, m, t
+  return scopes.p, scopes[m], scopes[t]
 end
 
-function limits.read(scope, packed)
-  local waiting, bytes = 0, 0
-  if packed then waiting, bytes = struct.unpack('<dd', packed) end
-  return { scope = scope, waiting = waiting, bytes = bytes }
+function limits.read(packed)
+  if not packed then return { waiting = 0, bytes = 0 } end
+  local waiting, bytes = struct.unpack('<dd', packed)
+  return { waiting = waiting, bytes = bytes }
 end
 
 -- So many waiting jobs and bytes more of one job's kind.
 function limits.add(j, waiting, bytes)
   if not limits.is_changed then
-    limits.is_changed = true
-    at_end[#at_end + 1] = limits.write
+    limits.is_changed, at_end[#at_end + 1] = true, limits.write
   end
-  local p, m, t = limits.of(j.m, j.t)
-  p.waiting, m.waiting, t.waiting = p.waiting + waiting, m.waiting + waiting, t.waiting + waiting
-  p.bytes, m.bytes, t.bytes = p.bytes + bytes, m.bytes + bytes, t.bytes + bytes
+  local of_model = limits.changes[j.m]
+  if not of_model then
+    of_model = {}
+    limits.changes[j.m] = of_model
+  end
+  local change = of_model[j.t]
+  if change then
+    change.waiting, change.bytes = change.waiting + waiting, change.bytes + bytes
+  else
+    of_model[j.t] = { waiting = waiting, bytes = bytes }
+  end
 end
 
 -- A scope without jobs goes away.
 function limits.write()
-  local flat, gone = {}, {}
-  local function put(l)
-    if l.waiting == 0 and l.bytes == 0 then
-      gone[#gone + 1] = l.scope
-    else
-      flat[#flat + 1] = l.scope
-      flat[#flat + 1] = struct.pack('<dd', l.waiting, l.bytes)
+  for model, of_model in pairs(limits.changes) do
+    for tenant, change in pairs(of_model) do
+      local p, m, t = limits.of(model, tenant)
+      p.waiting, m.waiting, t.waiting = p.waiting + change.waiting, m.waiting + change.waiting, t.waiting + change.waiting
+      p.bytes, m.bytes, t.bytes = p.bytes + change.bytes, m.bytes + change.bytes, t.bytes + change.bytes
     end
   end
-  put(limits.pool)
-  for _, l in pairs(limits.models) do put(l) end
-  for _, l in pairs(limits.tenants) do put(l) end
-  if #gone > 0 then redis.call('HDEL', key('limits'), unpack(gone)) end
-  if #flat > 0 then redis.call('HSET', key('limits'), unpack(flat)) end
-  limits.is_changed = false
+  local flat, gone, used = {}, {}, 0
+  for scope, l in pairs(limits.scopes) do
+    if l.waiting == 0 and l.bytes == 0 then
+      gone[#gone + 1] = scope
+    else
+      flat[used + 1], flat[used + 2] = scope, struct.pack('<dd', l.waiting, l.bytes)
+      used = used + 2
+    end
+  end
+  if gone[1] then redis.call('HDEL', key('limits'), unpack(gone)) end
+  if flat[1] then redis.call('HSET', key('limits'), unpack(flat)) end
+  limits.changes, limits.is_changed = {}, false
 end

@@ -18,8 +18,8 @@ end
 
 -- Granted jobs leave their queue together, when the pump is done.
 function place.take_from_queue(id, j)
-  place.taken[j.c] = place.taken[j.c] or {}
-  table.insert(place.taken[j.c], id)
+  local ids = place.taken[j.c] or {}
+  place.taken[j.c], ids[#ids + 1] = ids, id
   job.ends_waiting(id, j)
 end
 

@@ -1,5 +1,5 @@
 -- pool: what every script may need of the pool's own keys: noting the time, counters, hints, lease ids.
-local pool = { has_begun = false, counted = {}, ids_used = 0 }
+local pool = { has_begun = false, counted = false, ids_used = 0 }
 
 function pool.note_time()
   -- Nobody ran a script for half a session: the server was frozen or alone. One TTL of grace, or the first sweep after
@@ -28,13 +28,17 @@ function pool.begin_writes()
 end
 
 function pool.count(name, by)
-  if not next(pool.counted) then at_end[#at_end + 1] = pool.write_counted end
-  pool.counted[name] = (pool.counted[name] or 0) + (by or 1)
+  local counted = pool.counted
+  if not counted then
+    counted = {}
+    pool.counted, at_end[#at_end + 1] = counted, pool.write_counted
+  end
+  counted[name] = (counted[name] or 0) + (by or 1)
 end
 
 function pool.write_counted()
   for name, by in pairs(pool.counted) do redis.call('HINCRBY', key('stats'), name, int(by)) end
-  pool.counted = {}
+  pool.counted = false
 end
 
 -- One hint at a time: 'work', to be claimed, or '1', for which the agent beats as well. That one is not lost to the other.
@@ -53,7 +57,9 @@ end
 function pool.has_lease_id() return (pool.ids_used + 1) * 32 <= #(ARGV[3] or '') end
 
 function pool.take_lease_id()
-  if not pool.has_lease_id() then return nil end
+  local at = pool.ids_used * 32
+  local id = string.sub(ARGV[3] or '', at + 1, at + 32)
+  if id == '' then return nil end
   pool.ids_used = pool.ids_used + 1
-  return string.sub(ARGV[3], pool.ids_used * 32 - 31, pool.ids_used * 32)
+  return id
 end

@@ -1,7 +1,7 @@
 -- rate: the measured time between two grants to waiters of a class, for Retry-After and eta.
 -- Field of rate, as doubles: last, grants, window, promised; grants and the time in which they came both fade with a time constant, and time
 -- in which nobody waited, the server was frozen, or no card was up does not count: an outage says nothing of the load.
-local rate = { known = {}, changed = {} }
+local rate = { known = {}, changed = {}, is_changed = false }
 
 local FADE_MS = 30000
 local UNKNOWN_MS = 5000
@@ -20,7 +20,9 @@ function rate.read(class)
 end
 
 function rate.write(class, ...)
-  if not next(rate.changed) then at_end[#at_end + 1] = rate.write_changed end
+  if not rate.is_changed then
+    rate.is_changed, at_end[#at_end + 1] = true, rate.write_changed
+  end
   rate.known[class], rate.changed[class] = { ... }, true
 end
 

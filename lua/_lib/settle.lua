@@ -1,5 +1,5 @@
 -- settle: the end of a job for its callers, its result, its key, its record's remaining life.
-local settle = {}
+local settle = { kept = {}, kept_bytes = 0, kept_number = 0, ended = { number = 0 } }
 
 local INLINE_RESULT = 16384
 
@@ -37,17 +37,12 @@ function settle.oldest()
   return kind, member
 end
 
-settle.kept = {}
-settle.kept_bytes = 0
-settle.kept_number = 0
-
 -- What one call stores is entered, and weighed against the budget, when the script replies.
 function settle.keep(kind, id, bytes, ttl_ms)
   if settle.kept_number == 0 then at_end[#at_end + 1] = settle.write_kept end
   local list = settle.kept[kind] or {}
-  settle.kept[kind] = list
-  list[#list + 1] = NOW + ttl_ms
-  list[#list + 1] = id .. ':' .. int(bytes)
+  local used = #list
+  settle.kept[kind], list[used + 1], list[used + 2] = list, NOW + ttl_ms, id .. ':' .. int(bytes)
   settle.kept_bytes, settle.kept_number = settle.kept_bytes + bytes, settle.kept_number + 1
 end
 
@@ -136,21 +131,19 @@ function settle.job(id, j, event, extra)
   return true
 end
 
-settle.ended = {}
-
 -- Settled jobs change their places together, when the script replies.
 function settle.note_ended(id, j, is_input_done, ttl_ms)
   local e = settle.ended
-  if not e.number then
+  local number = e.number
+  if number == 0 then
     at_end.settled = settle.write_ended
-    e.number, e.ids, e.expiry, e.inputs, e.gateways = 0, {}, {}, {}, {}
+    e.ids, e.expiry, e.inputs, e.gateways = {}, {}, {}, {}
   end
-  e.number = e.number + 1
-  e.ids[e.number], e.expiry[2 * e.number - 1], e.expiry[2 * e.number] = id, NOW + ttl_ms, id
+  e.number, e.ids[number + 1], e.expiry[2 * number + 1], e.expiry[2 * number + 2] = number + 1, id, NOW + ttl_ms, id
   if is_input_done then e.inputs[#e.inputs + 1] = key('pay', id) end
   if j.gw ~= '' then
-    e.gateways[j.gw] = e.gateways[j.gw] or {}
-    table.insert(e.gateways[j.gw], id)
+    local ids = e.gateways[j.gw] or {}
+    e.gateways[j.gw], ids[#ids + 1] = ids, id
   end
 end
 
@@ -160,7 +153,7 @@ function settle.write_ended()
   redis.call('ZADD', key('expiry'), unpack(e.expiry))
   if e.inputs[1] then redis.call('DEL', unpack(e.inputs)) end
   for worker, ids in pairs(e.gateways) do redis.call('SREM', key('gwj', worker), unpack(ids)) end
-  settle.ended = {}
+  settle.ended = { number = 0 }
 end
 
 function settle.store(id, j, extra, ttl_ms)

@@ -180,7 +180,7 @@ function sweep.unknown()
       for class in string.gmatch(k.cl, '%S+') do redis.call('SREM', key('on', class), id) end
       redis.call('DEL', key('card', id), key('leases', id), key('ready', id), key('host', id), key('wake', id))
       redis.call('ZREM', key('cards'), id)
-      lease.forget(id)
+      lease.forget(k)
     end
   end
 end
