@@ -109,7 +109,12 @@ class Bench:
                     )
                     tombstone = keys.tombstone(job_id)
                     packed = pack_submit(given, "")
-                    argv = (packed, self.store._script_settings, secrets.token_hex(256), given.inputs)
+                    argv = (
+                        packed,
+                        self.store.script_settings("submit"),
+                        secrets.token_hex(256),
+                        given.inputs,
+                    )
                     pipe.evalsha(script.sha, 4, keys.meta, keys.job(job_id), tombstone, tombstone, *argv)
                 await pipe.execute()
 

@@ -1,8 +1,9 @@
-"""Loads `lua/`: one operation per file, helpers of `lua/_lib/` expanded where the header's `-- include:` line
-names them.
+"""Links `lua/` to the one text that a server is given: an operation per file, with the helpers of `lua/_lib/`
+that its header's `-- include:` line names.
 
-The text is constant: arguments travel in ARGV, never in the script, so that a server's script cache holds one
-copy.
+One text for all operations: what a server has loaded is what its garbage collector walks through. As a text
+for each, helpers in every one, it was 2 MB, more than a core's cache holds, and a submit took a third longer.
+It is constant: arguments travel in ARGV, never in the script, so that a server's script cache holds one copy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _WORD = re.compile(r"'[^']*'|(?<!\.)\b[A-Z_]+\b")
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One operation. needs_lease_ids: it may grant, so that it takes fresh lease ids."""
+    """One operation. text, sha: the same of each; its name goes with the settings (`lua/_lib/base.lua`).
+    needs_lease_ids: it may grant, so that it takes fresh lease ids.
+    """
 
     name: str
     text: str
@@ -61,58 +64,98 @@ def _module(name: str) -> re.Match[str] | None:
     return re.search(rf"^local {name} = {{(?P<state>.*)}}$", _helper(name), re.MULTILINE)
 
 
-class _Parts:
-    """A helper taken apart for one script: what stands beside its module, the statement that makes the module
-    with the members that the script uses at each call, and the branch of `create` that makes the others.
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """A file of `lua/`. at_once: members, as module.member, that are made with their modules."""
+
+    name: str
+    body: str
+    helpers: tuple[str, ...]
+    at_once: frozenset[str]
+
+
+@cache
+def _operation(name: str) -> _Operation:
+    text = (LUA / f"{name}.lua").read_text(encoding="utf-8")
+    included, listed = _INCLUDE.search(text), _AT_ONCE.search(text)
+    at_once = re.findall(r"(\w+)\(([^)]*)\)", listed["members"].replace("\n--", "")) if listed else ()
+    return _Operation(
+        name,
+        _folded(_comments_away(text)),
+        tuple(included["names"].split()) if included else (),
+        frozenset(f"{module}.{member}" for module, members in at_once for member in members.split()),
+    )
+
+
+def _members(name: str) -> dict[str, str]:
+    """The members of a module, each the statement that makes it."""
+    found = ((re.match(rf"(?:function )?{name}\.(\w+)", chunk), chunk) for chunk in _chunks(_helper(name)))
+    return {member[1]: chunk for member, chunk in found if member}
+
+
+def _on_first_use(modules: Sequence[str]) -> str:
+    """The function that makes a member of a module when a call first uses it. One for all modules, since to
+    take over a variable costs a function as much as to be made.
     """
-
-    def __init__(self, name: str, at_once: Collection[str]) -> None:
-        module = _module(name)
-        self.name = name if module else None
-        self.beside: list[str] = []
-        made: list[str] = []
-        seldom: list[str] = []
-        for chunk in _chunks(_helper(name)):
-            member = module and re.match(rf"(?P<function>function )?{name}\.(?P<name>\w+)(?: =)?", chunk)
-            if member is None:
-                self.beside += [chunk] if module is None or chunk != module[0] else []
-            elif f"{name}.{member['name']}" in at_once:
-                made.append(f"{member['name']} = {member['function'] or ''}{chunk[member.end() :]},\n")
-            else:
-                made_here = f"{chunk}\nreturn {name}.{member['name']}"
-                seldom.append(f"if name == '{member['name']}' then\n{made_here}\n")
-        state = f"{module['state']}," if module and module["state"].strip() else ""
-        self.table = f"{name} = {{{state}\n{''.join(made)}}}"
-        self.branch = f"if module == {name} then\n{'else'.join(seldom)}end\n" if seldom else ""
+    branches = (
+        "else".join(
+            f"if name == '{member}' then\n{chunk}\nreturn {name}.{member}\n"
+            for member, chunk in _members(name).items()
+        )
+        for name in modules
+    )
+    made = "else".join(
+        f"if module == {name} then\n{branch}end\n" for name, branch in zip(modules, branches, strict=True)
+    )
+    return f"local create = {{ __index = function(module, name)\n{made}end\nend }}"
 
 
-def _at_once(text: str) -> set[str]:
-    """The members that a script's header names under `-- at once:`, as `module.member`."""
-    found = _AT_ONCE.search(text)
-    listed = re.findall(r"(\w+)\(([^)]*)\)", found["members"].replace("\n--", "")) if found else []
-    return {f"{module}.{member}" for module, members in listed for member in members.split()}
+def _with_state(name: str, at_once: Collection[str]) -> str:
+    """The statements that make a module with its state and some members."""
+    module = _module(name)
+    parts = [f"{module['state']},"] if module and module["state"].strip() else []
+    for member, chunk in _members(name).items():
+        if f"{name}.{member}" in at_once:
+            value = re.sub(rf"^(function )?{name}\.{member}(?: =)?", r"\1", chunk)
+            parts.append(f"{member} = {value},")
+    return "\n".join([f"{name} = {{", *parts, "}", f"setmetatable({name}, create)"])
 
 
-def _linked(helpers: Sequence[str], at_once: Collection[str]) -> str:
-    """The helpers of a script. Members that its header names are made with their modules, each of the others
-    when a call first uses it.
-
-    The server runs the whole text at each call. To make a closure costs it about a thousand instructions, on
-    first use twice that, and a call uses a quarter of what there is. One function makes all that are made on
-    first use, since to take over a variable costs as much again.
-    """
-    parts = [_Parts(name, at_once) for name in helpers]
-    modules = [part for part in parts if part.name]
-    seldom = "else".join(part.branch for part in modules if part.branch)
+def _branch(operation: _Operation) -> str:
+    """An operation, for the end of the text."""
+    made = (
+        _with_state(name, operation.at_once) if _module(name) else _helper(name)
+        for name in operation.helpers
+        if name != "base"
+    )
     return "\n".join(
         [
-            *(chunk for part in parts for chunk in part.beside),
-            *([f"local {', '.join(part.name or '' for part in modules)}"] if modules else []),
-            *(part.table for part in modules),
-            *([f"local create = {{ __index = function(module, name)\n{seldom}end\nend }}"] if seldom else []),
-            *(f"setmetatable({part.name}, create)" for part in modules if part.branch),
+            f"if OPERATION == '{operation.name}' then",
+            "return (function()",
+            *made,
+            operation.body,
+            "end)()",
+            "end",
         ]
     )
+
+
+@cache
+def _text() -> str:
+    """All operations.
+
+    The server runs it from the top at each call. To make a closure costs it about a thousand instructions, on
+    first use twice that, and a call uses a quarter of what there is.
+    """
+    operations = sorted(map(_operation, names()), key=lambda operation: -len(operation.at_once))
+    modules = [name for name in _helpers() if _module(name)]
+    constants = (chunk for name in modules for chunk in _chunks(_helper(name)) if _CONSTANT.fullmatch(chunk))
+    shared = [_helper("base"), *constants, f"local {', '.join(modules)}", _on_first_use(modules)]
+    return _folded("\n".join([*shared, *map(_branch, operations)]))
+
+
+def _helpers() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in (LUA / "_lib").glob("*.lua")))
 
 
 def _folded(text: str) -> str:
@@ -129,22 +172,19 @@ def _folded(text: str) -> str:
         if (found := _CONSTANT.fullmatch(line)) is None:
             lines.append(line)
         else:
-            constants |= zip(found["names"].split(", "), found["values"].split(", "), strict=True)
+            for constant, value in zip(found["names"].split(", "), found["values"].split(", "), strict=True):
+                if constants.setdefault(constant, value) != value:
+                    raise ValueError(f"lua/: {constant} is both {constants[constant]} and {value}")
     whole = _WORD.sub(lambda word: constants.get(word[0], word[0]), "\n".join(lines))
     return _KEY.sub(lambda key: f"(PREFIX .. '{key['kind']}" + (":' .. " if key["has_name"] else "'"), whole)
 
 
 @cache
 def load(name: str) -> Script:
-    """The script `lua/<name>.lua` with its helpers. Raises FileNotFoundError where there is none."""
-    text = (LUA / f"{name}.lua").read_text(encoding="utf-8")
-    found = _INCLUDE.search(text)
-    helpers = found["names"].split() if found else []
-    at_once = _at_once(text)
-    whole = _folded("\n".join([_linked(helpers, at_once), _comments_away(text)]))
-    return Script(
-        name, whole, hashlib.sha1(whole.encode(), usedforsecurity=False).hexdigest(), "place" in helpers
-    )
+    """The operation `lua/<name>.lua`. Raises FileNotFoundError where there is none."""
+    text = _text()
+    needs_lease_ids = "place" in _operation(name).helpers
+    return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest(), needs_lease_ids)
 
 
 def names() -> tuple[str, ...]:

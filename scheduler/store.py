@@ -189,7 +189,7 @@ class Store:
         if self._run_id is not None:
             # Before anything else is asked of it: what this server lost must not be granted upon.
             recover = (scripts.load("recover").text, 1, self.keys.meta, pack({"run_id": run_id}))
-            await connection.send_command("EVAL", *recover, self._script_settings)
+            await connection.send_command("EVAL", *recover, self.script_settings("recover"))
             await connection.read_response()
             log_event(logger, "ledger_changed_server", run_id=run_id)
         self._run_id = run_id
@@ -235,6 +235,10 @@ class Store:
         """The server's address without its password."""
         return without_password(self.settings.redis_url)
 
+    def script_settings(self, name: str) -> bytes:
+        """What the operation `name` takes as its second argument."""
+        return self._script_settings + name.encode() + b"\0"
+
     async def _reload_scripts(self, loads: int) -> None:
         """Once for all who met NOSCRIPT at the same time. loads: as counted before the call that failed."""
         async with self._loading:
@@ -244,8 +248,8 @@ class Store:
 
     async def _load_scripts(self) -> None:
         async with self.redis.pipeline(transaction=False) as pipe:
-            for name in scripts.names():
-                pipe.script_load(scripts.load(name).text)
+            for text in {scripts.load(name).text for name in scripts.names()}:
+                pipe.script_load(text)
             await pipe.execute()
 
     async def _guard(self, command: Callable[[], Any]) -> Any:
@@ -347,7 +351,7 @@ class Store:
         all_keys = (self.keys.meta, *keys)
         lease_ids = os.urandom(16 * LEASE_IDS).hex() if script.needs_lease_ids else ""
         given = args if isinstance(args, bytes) else _packed(args)
-        argv: tuple[bytes | str, ...] = (*all_keys, given, self._script_settings, lease_ids, *blobs)
+        argv: tuple[bytes | str, ...] = (*all_keys, given, self.script_settings(name), lease_ids, *blobs)
         for _ in range(FLUSHES):
             loads = self._loads
             try:

@@ -1,2 +1,2 @@
 -- arguments: the msgpack map of a call's arguments. Every script but submit includes it.
-local A = cmsgpack.unpack(ARGV[1])
+A = cmsgpack.unpack(ARGV[1])

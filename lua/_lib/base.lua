@@ -1,20 +1,24 @@
 -- base: settings, key names, numbers, Redis time, the reply. Every script includes it first.
--- KEYS[1] is always the pool's meta key; ARGV[1] the arguments, ARGV[2] the settings as doubles, ARGV[3] fresh lease ids.
+-- KEYS[1] is always the pool's meta key; ARGV[1] the arguments, ARGV[2] the settings as doubles and the operation's name, ARGV[3]
+-- fresh lease ids.
 local META = KEYS[1]
 local PREFIX = string.sub(META, 1, -5)
 local MOVE_LIMIT = 16
 
 -- The same names in the same order as scheduler/store.py, held equal by tests/ledger/test_scripts.py.
-local SETTINGS = { struct.unpack('<ddddddddddddddddddddd', ARGV[2]) }
+local SETTINGS = { struct.unpack('<ddddddddddddddddddddds', ARGV[2]) }
 local SESSION_MS, BEAT_MS, ABANDON_GRACE_MS, QUEUE_JOBS, QUEUE_BYTES, MODEL_JOBS, MODEL_BYTES, TENANT_JOBS, TENANT_BYTES,
   RESULT_BUDGET, KEY_TTL_MS, RESULT_TTL_MS, DELIVERED_TTL_MS, DEAD_LETTER_TTL_MS, TOMBSTONE_TTL_MS, KNOWN_TTL_MS, PACKS,
-  BOOST_MS, MAX_PASSED, MAX_PASSING_MS, LONGEST_RUN_MS = unpack(SETTINGS)
+  BOOST_MS, MAX_PASSED, MAX_PASSING_MS, LONGEST_RUN_MS, OPERATION = unpack(SETTINGS)
 
 -- Names: the same as scheduler/keys.py, held equal by tests/ledger/test_keys.py.
 local function key(kind, name)
   if name then return PREFIX .. kind .. ':' .. name end
   return PREFIX .. kind
 end
+
+-- The arguments, by name: arguments.lua.
+local A
 
 -- '%d' because tostring keeps 14 digits and Redis 7.2.0 to 7.2.4 write multiples of 1e8 as 2e+8.
 local function int(number) return string.format('%d', number) end

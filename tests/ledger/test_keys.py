@@ -28,7 +28,7 @@ async def test_python_and_lua_build_the_same_names(store: Store) -> None:
     for kind in sorted(DRAWN):
         for name in (None, "GPU-1:{x}"):
             given = {"kind": kind} | ({"name": name} if name else {})
-            built = await store.redis.eval(text, 1, store.keys.meta, pack(given), store._script_settings)
+            built = await store.redis.eval(text, 1, store.keys.meta, pack(given), store.script_settings(""))
             assert built.decode() == store.keys.name(kind, name)
     keys = Keys("p")
     assert (keys.meta, keys.job("j"), keys.card("c")) == ("vg:{p}:meta", "vg:{p}:job:j", "vg:{p}:card:c")

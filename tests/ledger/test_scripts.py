@@ -115,8 +115,8 @@ def test_settings_have_the_same_order_in_python_and_lua() -> None:
     """They travel as numbers without names: base.lua names them as store.py sends them."""
     base = (scripts.LUA / "_lib" / "base.lua").read_text()
     named = re.search(
-        r"^local SETTINGS = { struct\.unpack\('<(d+)', ARGV\[2\]\) }\n"
-        r"local (SESSION_MS,[^=]+?) = unpack\(SETTINGS\)$",
+        r"^local SETTINGS = { struct\.unpack\('<(d+)s', ARGV\[2\]\) }\n"
+        r"local (SESSION_MS,[^=]+?), OPERATION = unpack\(SETTINGS\)$",
         base,
         re.MULTILINE,
     )
@@ -128,40 +128,49 @@ def test_settings_have_the_same_order_in_python_and_lua() -> None:
 
 def _members(helper: str) -> list[str]:
     text = (scripts.LUA / "_lib" / f"{helper}.lua").read_text()
-    return re.findall(rf"^function {helper}\.(\w+)", text, re.MULTILINE)
+    return re.findall(rf"^(?:function )?{helper}\.(\w+)", text, re.MULTILINE)
+
+
+def test_all_operations_are_one_text() -> None:
+    """A server holds one copy of each helper, and each operation once."""
+    texts = {scripts.load(name).text for name in scripts.names()}
+    assert len(texts) == 1
+    text = texts.pop()
+    for name in scripts.names():
+        assert text.count(f"SETTINGS[22] == '{name}'") == 1
+
+
+def test_each_member_comes_into_being_on_first_use() -> None:
+    """Each by the call that uses it, whatever else stands in its file, and under one name."""
+    text = scripts.load("claim").text
+    for name in ("job", "lease", "place", "settle", "sweep", "agent"):
+        defined = _members(name)
+        assert defined and len(set(defined)) == len(defined)
+        for member in defined:
+            assert (
+                len(re.findall(rf"if name == '{member}' then\n(?:function )?{name}\.{member}\b", text)) == 1
+            )
 
 
 @pytest.mark.parametrize("name", scripts.names())
-def test_members_come_into_being_once(name: str) -> None:
-    """Each member of a helper is made at once where the script's header says so, else by the call that first
-    uses it; whatever else stands in its file. What a header names is there.
-    """
+def test_what_a_header_names_is_made_at_once(name: str) -> None:
+    """With its module, in this operation; and it is a member of a helper that the operation includes."""
     header = (scripts.LUA / f"{name}.lua").read_text().split("\nlocal ")[0]
-    text = scripts.load(name).text
-    at_once = {
-        f"{module}.{member}"
-        for module, members in re.findall(
-            r"(\w+)\(([a-z_ ]+)\)", header.partition("-- at once: ")[2].replace("\n--", "")
-        )
-        for member in members.split()
-    }
-    found = re.search(r"^-- include: (.+)$", header, re.MULTILINE)
-    known: set[str] = set()
-    for helper in found[1].split() if found else ():
-        defined = _members(helper)
-        assert len(set(defined)) == len(defined)
-        known |= {f"{helper}.{member}" for member in defined}
-        for member in defined:
-            on_first_use = f"if name == '{member}' then\nfunction {helper}.{member}"
-            assert (on_first_use in text) == (f"{helper}.{member}" not in at_once)
-            assert text.count(f"\n{member} = function ") + text.count(f"\nfunction {helper}.{member}(") >= 1
-    assert at_once <= known | {"transitions.grant"}
+    listed = header.partition("-- at once: ")[2].replace("\n--", "")
+    branch = scripts.load(name).text.partition(f"SETTINGS[22] == '{name}' then")[2].partition("\nend)()\n")[0]
+    included = re.search(r"^-- include: (.+)$", header, re.MULTILINE)
+    assert included is not None
+    for module, members in re.findall(r"(\w+)\(([a-z_ ]+)\)", listed):
+        assert module in included[1].split()
+        for member in members.split():
+            assert member in _members(module)
+            assert re.search(rf"^{member} = (function ?\(|{{)", branch, re.MULTILINE), f"{module}.{member}"
 
 
 def test_constants_are_folded() -> None:
-    """A script names no constant: its value stands there, or the place of a setting; strings stay."""
+    """The text names no constant: its value stands there, or the place of a setting; strings stay."""
     text = scripts.load("finish").text
-    for constant in ("MOVE_LIMIT", "MOVING", "STREAM_ENTRIES", "RESULT_TTL_MS"):
+    for constant in ("MOVE_LIMIT", "MOVING", "STREAM_ENTRIES", "RESULT_TTL_MS", "LOOK"):
         assert constant not in text
     assert "NOW - k.sm <= 2 * SETTINGS[2]" in text
     assert "redis.call('ZADD', (PREFIX .. 'sessions'), int(NOW + SETTINGS[1]), 'c:' .. k.id)" in text

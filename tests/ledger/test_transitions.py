@@ -31,7 +31,7 @@ async def test_lua_reads_the_table_as_python_does(store: Store) -> None:
     )
     for event, state in itertools.product([*BY_EVENT, "no_such_event"], STATES):
         given = pack({"event": event, "state": state})
-        told = await store.redis.eval(text, 1, store.keys.meta, given, store._script_settings)
+        told = await store.redis.eval(text, 1, store.keys.meta, given, store.script_settings(""))
         target = next_state(event, state) if event in BY_EVENT else None
         if target is None:
             assert told is None

@@ -49,7 +49,7 @@ async def _pipelined(store: Store, asked: list[SubmitRequest]) -> None:
     commands: list[tuple[Any, ...]] = []
 
     async def record(name: str, args: bytes, keys: Any, blobs: Any) -> Reply:
-        argv = (args, store._script_settings, secrets.token_hex(256), *blobs)
+        argv = (args, store.script_settings(name), secrets.token_hex(256), *blobs)
         commands.append((scripts.load(name).sha, 1 + len(keys), store.keys.meta, *keys, *argv))
         return Reply("ok", {"job": "", "how": "stored", "state": "", "position": 0, "card": ""}, ())
 
