@@ -4,12 +4,8 @@
 -- ARGV: arguments {card, session, seq, want, starts, sample}, settings, lease ids. Returns: ok {jobs, verdicts, more} + inputs | lost | stale_seq
 -- Cost: at most 16 jobs handed out, at most 16 granted.
 -- include: base arguments pool limits transitions rate lease job settle place agent sweep
--- at once: pool(begin_writes note_time) lease(card unpack_card load_all unpack get model save write settle is_open put
---   write_card write_leases) job(load_all read unpack load is_live save write pack write_told) place(pump fill
---   heads queues fill_from ready) agent(holds_card repeated renew starts sample hand_out take hand answer inputs)
---   write_card write_leases) job(load_all read unpack load is_live save write pack write_told) place(pump fill
---   heads queues fill_from ready) agent(holds_card repeated renew starts sample hand_out take hand answer inputs)
---   write_card write_leases) job(load_all read unpack load is_live save write pack write_told) place(pump fill
+-- at once: pool(begin_writes note_time) lease(card unpack_card load_all unpack get model numbers save write settle is_open
+--   put write_card write_leases) job(load_all read unpack load is_live save write pack write_told) place(pump fill
 --   heads queues fill_from ready) agent(holds_card repeated renew starts sample hand_out take hand answer inputs)
 local k = lease.card(A.card)
 if not agent.holds_card(k) then return reply('lost') end

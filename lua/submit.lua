@@ -6,15 +6,8 @@
 -- Returns: ok {how, job, state, position, card} + record and result of a replay | refused {code, ...}
 -- Cost: about 20 commands without waiters; with waiters one pump of the cards that fit.
 -- include: base pool limits transitions rate lease job settle place
--- at once: pool(note_time count write_counted) limits(of read add write) lease(card unpack_card is_open model obstacle)
---   job(new unpack save write schedule deadline enqueue stand is_live pack write_told) place(candidates
---   without_waiters submitted)
---   unpack_card is_open model obstacle sum reserve put move save write settle write_card write_leases) job(new
---   unpack save write schedule deadline enqueue stand is_live pack write_told set_state) place(candidates
---   without_waiters submitted has_waiters queues grant ready)
---   job(new unpack save write schedule deadline enqueue stand is_live pack write_told) place(candidates
---   without_waiters submitted)
---   job(new unpack save write schedule deadline enqueue stand is_live pack write_told) place(candidates
+-- at once: pool(note_time count write_counted) limits(of read add write) lease(card unpack_card is_open model numbers
+--   obstacle) job(new unpack save write schedule deadline enqueue stand is_live pack write_told) place(candidates
 --   without_waiters submitted)
 local CLIENTS = '<ddddddddssssss'
 local ID, INPUTS = string.sub(KEYS[2], #PREFIX + 5), ARGV[4]
@@ -31,7 +24,7 @@ end
 
 local function stored(how, id, j)
   local position = 0
-  if j.s == 'queued' then position = num(redis.call('ZRANK', key('q', j.c), id) or -1) + 1 end
+  if j.s == 'queued' then position = (redis.call('ZRANK', key('q', j.c), id) or -1) + 1 end
   return reply('ok', { how = how, job = id, state = j.s, position = position, card = j.d })
 end
 
@@ -88,7 +81,7 @@ if #hosts == 0 then
 end
 local biggest, measured = 0, 0
 for _, card in ipairs(hosts) do
-  local k = lease.card(card)
+  local k = lease.card(card, name)
   if k.to > 0 then
     measured = measured + 1
     biggest = math.max(biggest, k.to - k.dr - k.hr - k.cx - k.re)
@@ -117,7 +110,7 @@ local j = job.new(ID, string.sub(ARGV[1], 1, rest - 1), NOW - priority * BOOST_M
 if is_sync == 0 then job.set(ID, j, 'c:' .. ID, '') end
 if wants_events == 1 then job.set(ID, j, 'e:' .. ID, worker) end
 if previous then job.set(ID, j, 'bl', previous) end
-redis.call('SET', key('pay', ID), INPUTS)
+job.beside = { key('pay', ID), INPUTS }
 redis.call('ZADD', key('jobs'), int(NOW), ID)
 job.schedule(ID, j)
 limits.add(j, 0, #INPUTS)

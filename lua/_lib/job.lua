@@ -13,7 +13,7 @@
 --   bl waits for the end of its key's former run, nx the job that waits for this one's end
 --   co code, er detail, ra when to come back (ms), rx result no longer stored
 --   c:<client> = worker ('' for none), v:<client> = worker that watches, e:<client> = worker that watches events
-local job = { loaded = {}, unsaved = {}, told = {} }
+local job = { loaded = {}, unsaved = {}, told = {}, beside = {} }
 
 local FIXED = '<ddddddddssssssdd'
 local MOVING = '<dddddddddsssss'
@@ -97,9 +97,9 @@ function job.save(id, j)
   job.unsaved[id], j.packed = j, nil
 end
 
--- Live records have no time to live; settled ones keep theirs.
+-- Live records have no time to live; settled ones keep theirs. job.beside: names and strings that are stored with live ones.
 function job.write()
-  local live, used = {}, 0
+  local live, used = job.beside, #job.beside
   for id, j in pairs(job.unsaved) do
     if job.is_live(j) then
       live[used + 1], live[used + 2] = key('job', id), job.pack(j)

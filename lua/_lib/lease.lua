@@ -12,12 +12,18 @@ local CARD = '<dddddddddddddddddddddddssssss'
 -- li lingering, jb leased to jobs, nj jobs, fa factor, hj/hb the head for which bytes accumulate, xl the job that runs alone,
 -- pk peak, sf floor for the time of samples, dq floor for the number of beats, us/ow/al/rv used, own, allocated, reserved of the
 -- sample, sq last sequence number, sid session, op operator's state, ag agent's state, cl classes. Held for the rest of the script.
-function lease.card(id)
+-- model: one of which it will be asked next.
+function lease.card(id, model)
   local k = lease.loaded[id]
   if k then return k end
-  local packed = redis.call('HGET', key('card', id), 'r')
-  if packed then
-    k = lease.unpack_card(packed)
+  local read
+  if model then
+    read = redis.call('HMGET', key('card', id), 'r', 'm:' .. model, 'n:' .. model, 'v:' .. model)
+  else
+    read = { redis.call('HGET', key('card', id), 'r') }
+  end
+  if read[1] then
+    k = lease.unpack_card(read[1])
   else
     k = {
       hr = 0, sl = 0, sm = 0, to = 0, dr = 0, cx = 0, fo = 0, ov = 0, re = 0, ex = 0, li = 0, jb = 0, nj = 0, fa = 1000, hb = 0, pk = 0,
@@ -25,6 +31,7 @@ function lease.card(id)
     }
   end
   k.id, k.models, k.fresh, k.leases = id, {}, {}, {}
+  if model then k.models[model] = lease.numbers(read[2], read[3], read[4]) end
   lease.loaded[id] = k
   return k
 end
@@ -106,12 +113,14 @@ end
 function lease.model(k, name)
   local m = k.models[name]
   if not m then
-    local v = redis.call('HMGET', key('card', k.id), 'm:' .. name, 'n:' .. name, 'v:' .. name)
-    m = { slots = num(v[1]), taken = num(v[2]), version = v[3] or '' }
+    local read = redis.call('HMGET', key('card', k.id), 'm:' .. name, 'n:' .. name, 'v:' .. name)
+    m = lease.numbers(read[1], read[2], read[3])
     k.models[name] = m
   end
   return m
 end
+
+function lease.numbers(slots, taken, version) return { slots = num(slots), taken = num(taken), version = version or '', moved = false } end
 
 -- Why this job cannot be granted on this card now: nil, 'slots' or 'bytes'.
 function lease.obstacle(k, job_id, j)

@@ -37,7 +37,7 @@ end
 function place.candidates(hosts, id, j)
   local fitting = {}
   for _, card in ipairs(hosts) do
-    local k = lease.card(card)
+    local k = lease.card(card, j.m)
     if lease.is_open(k) and lease.model(k, j.m).slots > 0 and not lease.obstacle(k, id, j) then fitting[#fitting + 1] = k end
   end
   if #fitting > 1 then table.sort(fitting, place.comes_first) end

@@ -26,7 +26,7 @@ end
 
 function sweep.hosts_ready(j)
   for _, card in ipairs(redis.call('SMEMBERS', key('on', j.c))) do
-    local k = lease.card(card)
+    local k = lease.card(card, j.m)
     if lease.is_open(k) and lease.model(k, j.m).slots > 0 then return true end
   end
   return false

@@ -154,14 +154,17 @@ def test_each_member_comes_into_being_on_first_use() -> None:
 
 @pytest.mark.parametrize("name", scripts.names())
 def test_what_a_header_names_is_made_at_once(name: str) -> None:
-    """With its module, in this operation; and it is a member of a helper that the operation includes."""
+    """With its module, in this operation; a member of a helper that is included, named once."""
     header = (scripts.LUA / f"{name}.lua").read_text().split("\nlocal ")[0]
     listed = header.partition("-- at once: ")[2].replace("\n--", "")
     branch = scripts.load(name).text.partition(f"SETTINGS[22] == '{name}' then")[2].partition("\nend)()\n")[0]
     included = re.search(r"^-- include: (.+)$", header, re.MULTILINE)
     assert included is not None
-    for module, members in re.findall(r"(\w+)\(([a-z_ ]+)\)", listed):
+    modules = dict(re.findall(r"(\w+)\(([a-z_ ]+)\)", listed))
+    assert len(modules) == listed.count("(")
+    for module, members in modules.items():
         assert module in included[1].split()
+        assert len(set(members.split())) == len(members.split())
         for member in members.split():
             assert member in _members(module)
             assert re.search(rf"^{member} = (function ?\(|{{)", branch, re.MULTILINE), f"{module}.{member}"
