@@ -2,7 +2,7 @@
 
 Everything lives under one hash tag, so that a pool is one cluster slot:
 
-vg:{pool}:meta          hash    clock, incarnation, stamps, sum of results, audit   owner: the pool
+vg:{pool}:meta          hash    clock:<layout>, incarnation, stamps, results, audit owner: the pool
 vg:{pool}:stats         hash    counters since the pool began                      owner: the pool
 vg:{pool}:limits        hash    waiting jobs and payload bytes by pool, model, tenant owner: the live jobs
 vg:{pool}:rate          hash    measured grants per class                          owner: the models

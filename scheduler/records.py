@@ -9,13 +9,18 @@ record.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import msgpack
 
 from scheduler.submissions import SubmitRequest
 from vramgate import errors
+
+LAYOUT: Final = 1
+"""The number of the layout of all that scripts pack: jobs, cards, leases, limits, rates, the clock. Raised
+with each change of one; a pool is served in one layout at a time. It ends the name of the field under which
+each script notes the time: no call writes more for it, and what forgets the pool forgets it as well."""
 
 CLIENT_NUMBERS: Final = ("n", "u", "p", "pb", "wl", "rl", "tl", "sy")
 CLIENT_STRINGS: Final = ("m", "c", "t", "k", "gw", "rq")
@@ -24,6 +29,12 @@ MOVING_NUMBERS: Final = ("ws", "a", "gr", "rs", "lb", "st", "pk", "rt", "rb")
 MOVING_STRINGS: Final = ("s", "d", "l", "ve", "w")
 
 Job = Mapping[str, Any]
+
+
+def other_layouts(meta: Iterable[bytes]) -> list[str]:
+    """The layouts but ours that a pool is written in. meta: the names of the fields of its meta key."""
+    clocks = (field.decode() for field in meta if field.partition(b":")[0] == b"clock")
+    return [clock.partition(":")[2] or "0" for clock in clocks if clock != f"clock:{LAYOUT}"]
 
 
 def _texts(*values: str) -> bytes:

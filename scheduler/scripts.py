@@ -17,7 +17,7 @@ from pathlib import Path
 
 LUA = Path(__file__).resolve().parent.parent / "lua"
 _BEGINS = re.compile(r"(?!end\b)[a-z]")
-_CONSTANT = re.compile(r"local (?P<names>[A-Z_, ]+) = (?P<values>'[^']*'|\d+(?:, \d+)*)")
+_CONSTANT = re.compile(r"local (?P<names>[A-Z_, ]+) = (?P<values>(?:'[^']*'|\d+)(?:, (?:'[^']*'|\d+))*)")
 _NAMED = re.compile(r"^local (?P<names>[A-Z_,\s]+?) = unpack\((?P<table>[A-Z]+)\)\n", re.MULTILINE)
 _INCLUDE = re.compile(r"^-- include: (?P<names>[a-z_ ]+)$", re.MULTILINE)
 _AT_ONCE = re.compile(r"^-- at once: (?P<members>.+(?:\n--   .+)*)$", re.MULTILINE)

@@ -13,7 +13,7 @@ import functools
 import logging
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -39,6 +39,7 @@ from scheduler.blocking import BlockingLine
 from scheduler.keys import Keys
 from scheduler.logs import log_event
 from scheduler.pipelining import ScriptLine, to_its_end
+from scheduler.records import LAYOUT, other_layouts
 from scheduler.settings import Settings, without_password
 from vramgate import errors
 
@@ -188,6 +189,12 @@ class Store:
         self._is_checked = False
         if self._run_id is not None:
             # Before anything else is asked of it: what this server lost must not be granted upon.
+            await connection.send_command("HKEYS", self.keys.meta)
+            try:
+                self._refuse_other_layouts(await connection.read_response())
+            except BadStore:
+                await connection.disconnect()
+                raise
             recover = (scripts.load("recover").text, 1, self.keys.meta, pack({"run_id": run_id}))
             await connection.send_command("EVAL", *recover, self.script_settings("recover"))
             await connection.read_response()
@@ -208,6 +215,7 @@ class Store:
                 return
             run_id = self._run_id
             await self.guarded(self._test_features)
+            self._refuse_other_layouts(await self.guarded(self.redis.hkeys, self.keys.meta))
             await self.guarded(self._load_scripts)
             recover = {"run_id": run_id or "?"}
             answer = await self._guard(lambda: self._call("recover", recover, (), ()))
@@ -229,6 +237,14 @@ class Store:
             raise BadStore(
                 f"the server at {self.where} cannot run our scripts ({error}); use Valkey 8+ or Redis 6.2+"
             ) from None
+
+    def _refuse_other_layouts(self, meta: Iterable[bytes]) -> None:
+        if others := other_layouts(meta):
+            raise BadStore(
+                f"pool {self.pool} at {self.where} was written by another release (its records are of "
+                f"layout {', '.join(others)}, not {LAYOUT}); serve it with that release until it is empty, "
+                "then delete its keys, or use another pool (VRAMGATE_POOL)"
+            )
 
     @property
     def where(self) -> str:

@@ -25,13 +25,13 @@ local function int(number) return string.format('%d', number) end
 local function num(text) return tonumber(text or 0) or 0 end
 
 -- Time that neither stops nor goes back: when TIME is behind the last value, the offset grows by the difference. Field
--- `clock` of meta, as doubles: last value, offset, THAWED (when a frozen server was last seen to be alive again), ENTERED and
+-- `clock:<layout>` of meta, its name the number of the layout of all records (scheduler/records.py), as doubles: last value, offset, THAWED (when a frozen server was last seen to be alive again), ENTERED and
 -- ENTERED_PART (the last submit that was stored, and its place within its millisecond).
-local CLOCK = '<ddddd'
+local CLOCK, CLOCK_FIELD = '<ddddd', 'clock:1'
 local NOW, LAST, OFFSET, THAWED, ENTERED, ENTERED_PART
 do
   local t = redis.call('TIME')
-  local clock = redis.call('HGET', META, 'clock')
+  local clock = redis.call('HGET', META, CLOCK_FIELD)
   LAST, OFFSET, THAWED, ENTERED, ENTERED_PART = 0, 0, 0, 0, 0
   if clock then LAST, OFFSET, THAWED, ENTERED, ENTERED_PART = struct.unpack(CLOCK, clock) end
   NOW = t[1] * 1000 + math.floor(t[2] / 1000) + OFFSET

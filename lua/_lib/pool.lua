@@ -5,7 +5,7 @@ function pool.note_time()
   -- Nobody ran a script for half a session: the server was frozen or alone. One TTL of grace, or the first sweep after
   -- it would declare everybody dead who could not have reached us.
   if LAST > 0 and NOW - LAST > SESSION_MS / 2 then pool.give_grace() end
-  redis.call('HSET', META, 'clock', struct.pack(CLOCK, NOW, OFFSET, THAWED, ENTERED, ENTERED_PART))
+  redis.call('HSET', META, CLOCK_FIELD, struct.pack(CLOCK, NOW, OFFSET, THAWED, ENTERED, ENTERED_PART))
 end
 
 function pool.give_grace()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from scheduler.records import LAYOUT
 from scheduler.settings import Settings, load_settings
 from scheduler.store import Store
 from tests.conftest import TestServer
@@ -39,9 +40,9 @@ async def tuned(server: TestServer, pool: str) -> AsyncIterator[Tuned]:
 async def shift_clock(store: Store, *, ms: int) -> None:
     """As if the pool's last script had run at another time."""
     redis: Any = store.redis
-    clock = list(struct.unpack("<5d", await redis.hget(store.keys.meta, "clock")))
+    clock = list(struct.unpack("<5d", await redis.hget(store.keys.meta, f"clock:{LAYOUT}")))
     clock[0] += ms
-    await redis.hset(store.keys.meta, "clock", struct.pack("<5d", *clock))
+    await redis.hset(store.keys.meta, f"clock:{LAYOUT}", struct.pack("<5d", *clock))
 
 
 def tune(server: TestServer, pool: str, **sections: Mapping[str, Any]) -> Settings:

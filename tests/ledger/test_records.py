@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from typing import Any
 
@@ -61,3 +62,33 @@ async def test_a_submitted_record_reads_as_it_was_sent(store: Store) -> None:
     for spoilt in (b"nonsense", whole[:80], whole[:-1], whole + b"\xc1"):
         with pytest.raises(errors.Internal, match="no record of a job"):
             records.unpack_job(spoilt)
+
+
+async def test_the_pool_says_its_layout(store: Store) -> None:
+    """From the first script on that notes the time, and again when the server has forgotten it."""
+    redis: Any = store.redis
+    agent = FakeAgent(store)
+    await agent.register()
+    for _ in range(2):
+        await agent.beat()
+        clocks = [field for field in await redis.hkeys(store.keys.meta) if field.startswith(b"clock")]
+        assert clocks == [f"clock:{records.LAYOUT}".encode()]
+        await redis.delete(store.keys.meta)
+
+
+def test_a_change_of_what_scripts_pack_raises_the_layout() -> None:
+    """A release that reads records of another layout would take every job for gone. Whoever changes one of
+    these raises records.LAYOUT, and the number at the end of base.lua's CLOCK_FIELD, and notes both here.
+    """
+    packed_by = {
+        f"{helper}.{constant}": packed.fields(helper, constant)
+        for helper, constant in (("job", "FIXED"), ("job", "MOVING"), ("lease", "CARD"), ("lease", "RECORD"))
+    }
+    others = {
+        path.name: sorted(set(re.findall(r"'<d+'", path.read_text())))
+        for path in sorted((scripts.LUA / "_lib").glob("*.lua"))
+    }
+    digest = hashlib.sha256(repr((packed_by, others)).encode()).hexdigest()[:16]
+    assert (records.LAYOUT, digest) == (1, "e86509590e783075")
+    base = (scripts.LUA / "_lib" / "base.lua").read_text()
+    assert f"'clock:{records.LAYOUT}'" in base

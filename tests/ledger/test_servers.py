@@ -12,9 +12,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import pytest
+from redis import Redis
 
 from scheduler import admission, cards, inventory, jobs
 from scheduler.gateways import gateway_beat
+from scheduler.keys import Keys
+from scheduler.records import LAYOUT
 from scheduler.settings import Settings, load_settings
 from scheduler.store import BadStore, Store
 from scheduler.submissions import SubmitRequest
@@ -287,6 +290,39 @@ async def test_a_server_that_evicts_is_refused(own_server: TestServer, own_setti
     assert "volatile-lru" in refusal.value.detail and "\n" not in refusal.value.detail
     assert not await plain.redis.dbsize()
     await plain.close()
+
+
+@pytest.mark.parametrize("field", ["clock", f"clock:{LAYOUT + 1}"])
+async def test_a_pool_of_another_layout_is_refused(
+    own_server: TestServer, own_settings: Settings, field: str
+) -> None:
+    """BadStore names both layouts and the remedies in one line, whether the pool was there at the start or
+    came with another server behind the name; nothing is written to it. Other pools of it are served.
+    """
+    meta, plain = Keys(own_settings.pool).meta, Redis(port=own_server.port)
+    plain.hset(meta, field, b"")
+    with pytest.raises(BadStore, match=f"not {LAYOUT}.*VRAMGATE_POOL") as refusal:
+        await Store.connect(own_settings)
+    assert f"layout {field.partition(':')[2] or 0}," in refusal.value.detail
+    assert "\n" not in refusal.value.detail
+    assert plain.hgetall(meta) == {field.encode(): b""}
+    other = await Store.connect(own_settings.model_copy(update={"pool": "another"}))
+    await gateway_beat(other, "w")
+    await other.close()
+
+    plain.delete(meta)
+    store = await Store.connect(own_settings)
+    await gateway_beat(store, "w")
+    plain.close()
+    own_server.kill()
+    own_server.start()
+    plain.delete(meta)
+    plain.hset(meta, field, b"")
+    with pytest.raises(BadStore, match="another release"):
+        await gateway_beat(store, "w")
+    assert plain.hgetall(meta) == {field.encode(): b""}
+    plain.close()
+    await store.close()
 
 
 async def test_no_server_is_said_in_one_line(own_server: TestServer, own_settings: Settings) -> None:
