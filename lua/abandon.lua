@@ -20,7 +20,7 @@ if A.unknown or not j then redis.call('SET', KEYS[4], '1', 'PX', int(TOMBSTONE_T
 if not j or not job.has_client(id, j, A.client) then return reply('ok', { found = 0 }) end
 job.remove_client(id, j, A.client)
 if not job.has_clients(j) and job.is_live(j) then
-  if j.k == '' then
+  if j[K] == '' then
     agent.end_job(id, j, 'cancel', { detail = 'job ' .. id .. ': its client left' })
     pool.count('client_left')
   else

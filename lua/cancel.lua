@@ -6,16 +6,16 @@
 -- Cost: one record; at most one pump of its card.
 -- include: base arguments pool limits transitions rate lease job settle place agent
 local j = job.load(A.id)
-if not j or (A.tenant and j.t ~= A.tenant) then return reply('unknown') end
+if not j or (A.tenant and j[T] ~= A.tenant) then return reply('unknown') end
 pool.begin_writes()
 if job.is_live(j) then
   agent.end_job(A.id, j, 'cancel', { detail = 'job ' .. A.id .. ': cancelled', force = A.force })
-elseif A.force and j.l ~= '' then
-  local record = lease.get(j.d, j.l)
+elseif A.force and j[L] ~= '' then
+  local record = lease.get(j[D], j[L])
   if record then
     record.ending = 2
-    lease.put(lease.card(j.d), j.l, record)
-    pool.wake(j.d)
+    lease.put(lease.card(j[D]), j[L], record)
+    pool.wake(j[D])
   end
 end
 return reply('ok')

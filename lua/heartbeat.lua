@@ -39,10 +39,10 @@ for i = 1, #all, 2 do
       local job_id = record.job
       local j = job.load(job_id)
       if handed == 0 then redis.call('LREM', place.ready(k), 1, job_id) end
-      if j and j.l == id and job.is_live(j) then
+      if j and j[L] == id and job.is_live(j) then
         agent.requeue(job_id, j, handed == 0 and 'unclaimed' or 'unheld')
         place.requeued(job_id, j)
-      elseif j and j.l == id then
+      elseif j and j[L] == id then
         local next_id, n = settle.lease_ended(job_id, j)
         if next_id then place.requeued(next_id, n) end
       end

@@ -5,7 +5,7 @@
 -- Cost: one record, the cards of its class.
 -- include: base arguments pool limits transitions rate lease job view
 local j = job.load(A.id)
-if not j or (A.tenant and j.t ~= A.tenant) then return reply('unknown') end
+if not j or (A.tenant and j[T] ~= A.tenant) then return reply('unknown') end
 if A.unwatch then
   pool.begin_writes()
   job.set(A.id, j, 'v:' .. A.unwatch, nil)

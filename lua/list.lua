@@ -24,7 +24,7 @@ while looked < LOOK and #found < A.limit do
     looked = looked + 1
     last_id, last_ms = part[i], num(part[i + 1])
     local j = job.load(part[i])
-    if j and (not A.state or j.s == A.state) and (not A.model or j.m == A.model) and (not A.tenant or j.t == A.tenant) then
+    if j and (not A.state or j[S] == A.state) and (not A.model or j[M] == A.model) and (not A.tenant or j[T] == A.tenant) then
       found[#found + 1] = view.job(part[i], j)
       records[#records + 1] = job.pack(j)
       if #found == A.limit then break end

@@ -24,8 +24,8 @@ end
 
 local function stored(how, id, j)
   local position = 0
-  if j.s == 'queued' then position = (redis.call('ZRANK', key('q', j.c), id) or -1) + 1 end
-  return reply('ok', { how = how, job = id, state = j.s, position = position, card = j.d })
+  if j[S] == 'queued' then position = (redis.call('ZRANK', key('q', j[C]), id) or -1) + 1 end
+  return reply('ok', { how = how, job = id, state = j[S], position = position, card = j[D] })
 end
 
 if redis.call('EXISTS', KEYS[2], KEYS[4]) > 0 then
@@ -57,13 +57,13 @@ if KEY then
       pool.count('joined')
       return stored('joined', id, j)
     end
-    if j and (j.s == 'succeeded' or transitions.PINNED[j.co or '']) then
-      if j.s == 'succeeded' and (j.rx or redis.call('EXISTS', key('res', id)) == 0) then
+    if j and (j[S] == 'succeeded' or transitions.PINNED[j.co or '']) then
+      if j[S] == 'succeeded' and (j.rx or redis.call('EXISTS', key('res', id)) == 0) then
         return refused('result_expired', { job = id })
       end
       pool.count('replayed')
       local result = redis.call('GET', key('res', id)) or ''
-      return reply('ok', { how = 'replayed', job = id, state = j.s, position = 0, card = j.d }, job.pack(j), result)
+      return reply('ok', { how = 'replayed', job = id, state = j[S], position = 0, card = j[D] }, job.pack(j), result)
     end
     if j and settle.is_on_card(j) then previous = id end
     if not j then pool.count('key_without_job') end
@@ -90,7 +90,7 @@ end
 if measured == #hosts and measured > 0 and bytes > biggest then return refused('exceeds_every_card', { largest = biggest }) end
 
 local all, model, own = limits.of(name, tenant)
-local fitting = previous and {} or place.candidates(hosts, ID, { m = name, n = bytes })
+local fitting = previous and {} or place.candidates(hosts, ID, { [M] = name, [N] = bytes })
 local free = place.without_waiters(fitting)
 -- A job that a card takes at once does not wait: those of other models who fill the queue do not keep it out.
 local full
@@ -114,7 +114,7 @@ job.beside = { key('pay', ID), INPUTS }
 redis.call('ZADD', key('jobs'), int(NOW), ID)
 job.schedule(ID, j)
 limits.add(j, 0, #INPUTS)
-if j.gw ~= '' then redis.call('SADD', key('gwj', j.gw), ID) end
+if j[GW] ~= '' then redis.call('SADD', key('gwj', j[GW]), ID) end
 -- The key outlives the job; when the job settles its time starts anew.
 if KEY then redis.call('SET', KEY, fingerprint .. ID, 'PX', int(KEY_TTL_MS + total_ms)) end
 pool.count('submitted')

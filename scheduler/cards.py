@@ -147,7 +147,7 @@ def _handed(job_id: str, job: records.Job, inputs: bytes | None, now_ms: int) ->
         model=job["m"],
         version=job["ve"],
         units=job["u"],
-        attempt=int(job["a"]),
+        attempt=int(job["at"]),
         alone="al" in job,
         run_timeout_ms=int(job["rl"]),
         total_left_ms=int(job["ct"] + job["tl"]) - now_ms,

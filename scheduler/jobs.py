@@ -42,7 +42,7 @@ def outcome_of(job_id: str, record: bytes, result: bytes | None) -> Outcome:
         total_ms=total_ms,
         leased_bytes=int(job["lb"]),
         peak_bytes=int(job["pk"]),
-        attempts=int(job["a"]),
+        attempts=int(job["at"]),
         data={"retry_ms": int(job["ra"])} if "ra" in job else {},
     )
 
@@ -65,7 +65,7 @@ def _view(told: Mapping[str, Any], record: bytes, now_ms: int) -> JobView:
         tenant=job["t"],
         has_key=bool(job["k"]),
         priority=int(job["p"]),
-        attempt=int(job["a"]),
+        attempt=int(job["at"]),
         clients=named.count("c:") + bool(job["w"]),
         card=job["d"] or None,
         lease_id=job["l"] or None,

@@ -25,7 +25,7 @@ each script notes the time: no call writes more for it, and what forgets the poo
 CLIENT_NUMBERS: Final = ("n", "u", "p", "pb", "wl", "rl", "tl", "sy")
 CLIENT_STRINGS: Final = ("m", "c", "t", "k", "gw", "rq")
 FIXED_NUMBERS: Final = ("ct", "sc")
-MOVING_NUMBERS: Final = ("ws", "a", "gr", "rs", "lb", "st", "pk", "rt", "rb")
+MOVING_NUMBERS: Final = ("ws", "at", "gr", "rs", "lb", "st", "pk", "rt", "rb")
 MOVING_STRINGS: Final = ("s", "d", "l", "ve", "w")
 
 Job = Mapping[str, Any]

@@ -15,7 +15,7 @@ function agent.drop_leases(k)
     local record = all[i + 1]
     lease.release(k, all[i], record)
     local j = job.load(record.job)
-    if j and j.l == all[i] then
+    if j and j[L] == all[i] then
       local next_id, n = settle.lease_ended(record.job, j)
       if next_id then place.requeued(next_id, n) end
     end
@@ -30,12 +30,12 @@ function agent.starts(k, starts)
       record.started = 1
       lease.put(k, start.lease, record)
       local j = job.load(start.job)
-      if j and j.l == start.lease and job.set_state(start.job, j, 'start') then
-        j.rs = math.max(NOW - math.max(start.age, 0), record.granted)
+      if j and j[L] == start.lease and job.set_state(start.job, j, 'start') then
+        j[RS] = math.max(NOW - math.max(start.age, 0), record.granted)
         job.schedule(start.job, j)
         job.tell(start.job, j, true)
         pool.count('runs')
-        if j.a > 1 then pool.count('runs_again') end
+        if j[AT] > 1 then pool.count('runs_again') end
       end
     end
   end
@@ -69,11 +69,11 @@ end
 -- Puts a job back into the queue at its old place. The wait clock of one that ran starts anew; of one that was only moved it
 -- goes on, so that moves between cards neither outlast its limit nor cost it its age.
 function agent.requeue(id, j, event)
-  local has_run = j.s == 'running'
+  local has_run = j[S] == 'running'
   if not job.set_state(id, j, event) then return false end
   pool.count('requeued.' .. event)
-  if has_run then j.ws = NOW end
-  j.d, j.l, j.gr, j.rs = '', '', 0, 0
+  if has_run then j[WS] = NOW end
+  j[D], j[L], j[GR], j[RS] = '', '', 0, 0
   job.enqueue(id, j)
   job.schedule(id, j)
   redis.call('DEL', key('ev', id))
@@ -116,7 +116,7 @@ function agent.place_back()
       place.pump(back.card)
       pool.wake(back.card, 'work')
     end
-    if back.j.s == 'queued' then place.requeued(back.id, back.j) end
+    if back.j[S] == 'queued' then place.requeued(back.id, back.j) end
   end
   agent.came_back = {}
 end
@@ -139,9 +139,9 @@ function agent.report(k, r)
   local id = r.job
   local j = record and record.job == id and job.load(id)
   if record and record.job == id then lease.release(k, r.lease, record) end
-  if not j or j.l ~= r.lease or not job.is_live(j) then
+  if not j or j[L] ~= r.lease or not job.is_live(j) then
     if stored then redis.call('DEL', stored) end
-    if not j or j.l ~= r.lease then return 'stale' end
+    if not j or j[L] ~= r.lease then return 'stale' end
     local next_id, n = settle.lease_ended(id, j)
     if next_id then agent.came_back[#agent.came_back + 1] = { id = next_id, j = n, card = '' } end
     return 'settled'
@@ -185,11 +185,11 @@ function agent.take_over(k)
         local o = lease.card(other)
         local id = o.nj > 1 and redis.call('LINDEX', place.ready(o), -1)
         local j = id and job.load(id)
-        if j and j.s == 'leased' and lease.model(k, j.m).slots > 0 and (j.c == class) then
-          local record = lease.get(other, j.l)
+        if j and j[S] == 'leased' and lease.model(k, j[M]).slots > 0 and (j[C] == class) then
+          local record = lease.get(other, j[L])
           if record and record.handed == 0 and not lease.obstacle(k, id, j) then
             redis.call('RPOP', key('ready', other))
-            lease.release(o, j.l, record)
+            lease.release(o, j[L], record)
             return place.grant(k, id, j, 'takeover')
           end
         elseif not id and o.nj > 1 then
@@ -210,7 +210,7 @@ function agent.recall(k, o, class)
       if record.recall == k.id then return end
       local id = record.job
       local j = not chosen and record.recall == '' and job.load(id)
-      if j and j.c == class and j.l == all[i] and not lease.obstacle(k, id, j) then chosen, chosen_lease = record, all[i] end
+      if j and j[C] == class and j[L] == all[i] and not lease.obstacle(k, id, j) then chosen, chosen_lease = record, all[i] end
     end
   end
   if chosen then
@@ -225,8 +225,8 @@ function agent.inputs(handed)
   local bytes, names, places, inputs = 0, {}, {}, {}
   for i, j in ipairs(handed) do
     inputs[i] = ''
-    if bytes + j.pb <= INLINE_INPUTS then
-      bytes = bytes + j.pb
+    if bytes + j[PB] <= INLINE_INPUTS then
+      bytes = bytes + j[PB]
       names[#names + 1] = key('pay', j.id)
       places[#places + 1] = i
     end
@@ -256,7 +256,7 @@ function agent.take(k, want)
     k.fresh = { unpack(fresh, few + 1) }
   end
   local leases = {}
-  for i, j in ipairs(job.load_all(ids)) do leases[i] = j and j.l or '' end
+  for i, j in ipairs(job.load_all(ids)) do leases[i] = j and j[L] or '' end
   lease.load_all(k, leases)
   return ids
 end
@@ -282,15 +282,15 @@ end
 
 function agent.hand(k, id, handed, answer)
   local j = job.load(id)
-  local record = j and j.s == 'leased' and j.d == k.id and lease.get(k.id, j.l)
+  local record = j and j[S] == 'leased' and j[D] == k.id and lease.get(k.id, j[L])
   if not record or record.handed ~= 0 then return end
   record.handed = A.seq
-  lease.put(k, j.l, record)
-  j.a, j.ve = j.a + 1, lease.model(k, j.m).version
+  lease.put(k, j[L], record)
+  j[AT], j[VE] = j[AT] + 1, lease.model(k, j[M]).version
   job.save(id, j)
   handed[#handed + 1] = j
   answer[#answer + 1] = id
-  answer[#answer + 1] = j.l
+  answer[#answer + 1] = j[L]
 end
 
 -- The same number gets the same answer; a lower one is stale. Returns a reply, or nil when the call is new.
@@ -301,7 +301,7 @@ function agent.repeated(k)
   local handed = {}
   for i = 1, #answer.jobs, 2 do
     local j = lease.get(k.id, answer.jobs[i + 1]) and job.load(answer.jobs[i])
-    if j and j.l == answer.jobs[i + 1] then handed[#handed + 1] = j end
+    if j and j[L] == answer.jobs[i + 1] then handed[#handed + 1] = j end
   end
   return agent.answer(handed, answer.verdicts, answer.more)
 end
@@ -309,16 +309,16 @@ end
 -- Ends a live job for its callers, wherever it is. The bytes of a handed-out job stay until the agent reports its end.
 function agent.end_job(id, j, event, extra)
   local k
-  if j.s ~= 'queued' then
-    k = lease.card(j.d)
-    local record = lease.get(j.d, j.l)
+  if j[S] ~= 'queued' then
+    k = lease.card(j[D])
+    local record = lease.get(j[D], j[L])
     if record and record.handed == 0 then
-      lease.release(k, j.l, record)
+      lease.release(k, j[L], record)
       redis.call('LREM', place.ready(k), 1, id)
     elseif record then
       record.ending = math.max(record.ending, extra.force and 2 or 1)
-      lease.put(k, j.l, record)
-      pool.wake(j.d)
+      lease.put(k, j[L], record)
+      pool.wake(j[D])
       k = nil
     end
   end

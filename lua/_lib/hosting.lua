@@ -86,7 +86,7 @@ function hosting.publish(k, hosted)
   lease.republished(k)
   redis.call('SET', key('host', k.id), hosted.packed)
   local head = k.hj ~= '' and job.load(k.hj)
-  if head and disputed[head.m] then
+  if head and disputed[head[M]] then
     job.set(k.hj, head, 'rv', nil)
     lease.clear_head(k)
   end

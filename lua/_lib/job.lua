@@ -6,7 +6,7 @@
 --   m model (without version), c class, t tenant, k digest of its key, gw its gateway worker, rq request id
 --   ct created, sc score
 -- Moving (0, -1 for rt, or '' where there is none):
---   ws wait started, a attempt, gr granted, rs run started, lb leased bytes, st settled, pk peak bytes, rt run ms, rb result bytes
+--   ws wait started, at attempt, gr granted, rs run started, lb leased bytes, st settled, pk peak bytes, rt run ms, rb result bytes
 --   s state, d card, l lease, ve version that ran it, w worker of the client that submitted it and waits
 -- More, where it is so:
 --   np times passed, rv card that is reserved for it, cr crashes, ls losses, oo OOM seen, al alone, ab abandoned until
@@ -15,8 +15,11 @@
 --   c:<client> = worker ('' for none), v:<client> = worker that watches, e:<client> = worker that watches events
 local job = { loaded = {}, unsaved = {}, told = {}, beside = {} }
 
-local FIXED = '<ddddddddssssssdd'
-local MOVING = '<dddddddddsssss'
+-- Places in a record as scripts hold it; what few jobs have is there by its name.
+local N, U, P, PB, WL, RL, TL, SY, M, C, T, K, GW, RQ, CT, SC = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16
+local WS, AT, GR, RS, LB, ST, PK, RT, RB, S, D, L, VE, W = 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30
+local FIELDS = 30
+local JOB, BEGUN = '<ddddddddssssssdddddddddddsssss', '<dddddddddddsssss'
 local STREAM_TTL_MS = 120000
 local STREAM_ENTRIES, ENTRY_BYTES = 1024, 65536
 local COLON, EVENTS = 58, 101
@@ -57,16 +60,10 @@ function job.load_all(ids)
 end
 
 function job.unpack(id, packed)
-  local n, u, p, pb, wl, rl, tl, sy, m, c, t, k, gw, rq, ct, sc, moving = struct.unpack(FIXED, packed)
-  local ws, a, gr, rs, lb, st, pk, rt, rb, s, d, l, ve, w, more = struct.unpack(MOVING, packed, moving)
-  -- What scripts need of it. A table that grows later costs as much again: all that is ever set has its place.
-  local j = {
-    n = n, pb = pb, wl = wl, rl = rl, tl = tl, sy = sy, m = m, c = c, t = t, k = k, gw = gw, ct = ct, sc = sc,
-    ws = ws, a = a, gr = gr, rs = rs, lb = lb, st = st, pk = pk, rt = rt, rb = rb, s = s, d = d, l = l, ve = ve, w = w,
-    id = id, fixed = string.sub(packed, 1, moving - 1), packed = packed, more = nil, ttl_ms = nil,
-  }
-  if more <= #packed then
-    j.more = cmsgpack.unpack(string.sub(packed, more))
+  local j = { id = id, packed = packed, more = nil, ttl_ms = nil, struct.unpack(JOB, packed) }
+  local at = j[FIELDS + 1]
+  if at <= #packed then
+    j.more = cmsgpack.unpack(string.sub(packed, at))
     for field, value in pairs(j.more) do j[field] = value end
   end
   job.loaded[id] = j
@@ -75,15 +72,15 @@ end
 
 function job.pack(j)
   if j.packed then return j.packed end
-  local moving = struct.pack(MOVING, j.ws, j.a, j.gr, j.rs, j.lb, j.st, j.pk, j.rt, j.rb, j.s, j.d, j.l, j.ve, j.w)
-  j.packed = j.fixed .. moving .. (j.more and next(j.more) and cmsgpack.pack(j.more) or '')
-  return j.packed
+  local packed = struct.pack(JOB, unpack(j, 1, FIELDS))
+  if j.more and next(j.more) then packed = packed .. cmsgpack.pack(j.more) end
+  j.packed = packed
+  return packed
 end
 
 -- A job that has just been submitted; clients: its part of the record, as it came.
 function job.new(id, clients, score, worker)
-  local fixed = clients .. struct.pack('<dd', NOW, score)
-  local packed = fixed .. struct.pack(MOVING, NOW, 0, 0, 0, 0, 0, 0, -1, 0, 'queued', '', '', '', worker)
+  local packed = clients .. struct.pack(BEGUN, NOW, score, NOW, 0, 0, 0, 0, 0, 0, -1, 0, 'queued', '', '', '', worker)
   local j = job.unpack(id, packed)
   job.save(id, j)
   j.packed = packed
@@ -126,13 +123,13 @@ function job.set(id, j, field, value)
   job.save(id, j)
 end
 
-function job.is_live(j) return j.s == 'queued' or j.s == 'leased' or j.s == 'running' end
+function job.is_live(j) return j[S] == 'queued' or j[S] == 'leased' or j[S] == 'running' end
 
 -- The only place that writes a state. Returns the row, or nil where the table has none.
 function job.set_state(id, j, event)
-  local row = transitions.row(event, j.s)
+  local row = transitions.row(event, j[S])
   if row then
-    j.s = row.to
+    j[S] = row.to
     job.save(id, j)
   end
   return row
@@ -140,11 +137,11 @@ end
 
 -- The next moment at which a clock of this job passes.
 function job.deadline(j)
-  local at = j.ct + j.tl
-  if j.s == 'running' then
-    at = math.min(at, j.rs + j.rl)
+  local at = j[CT] + j[TL]
+  if j[S] == 'running' then
+    at = math.min(at, j[RS] + j[RL])
   else
-    at = math.min(at, j.ws + j.wl)
+    at = math.min(at, j[WS] + j[WL])
   end
   return j.ab and math.min(at, j.ab) or at
 end
@@ -152,8 +149,8 @@ end
 function job.schedule(id, j) redis.call('ZADD', key('deadlines'), int(job.deadline(j)), id) end
 
 function job.stand(id, j)
-  redis.call('ZADD', key('q', j.c), j.sc, id)
-  if redis.call('SADD', key('classes'), j.c) == 1 then rate.waiting_begins(j.c) end
+  redis.call('ZADD', key('q', j[C]), j[SC], id)
+  if redis.call('SADD', key('classes'), j[C]) == 1 then rate.waiting_begins(j[C]) end
 end
 
 -- Waiting jobs stand in one sorted set per class, scored by enqueue time less the head start of their priority.
@@ -174,7 +171,7 @@ function job.leave_queue(class, ids)
 end
 
 function job.dequeue(id, j)
-  if not j.bl then job.leave_queue(j.c, { id }) end
+  if not j.bl then job.leave_queue(j[C], { id }) end
   job.ends_waiting(id, j)
 end
 
@@ -189,18 +186,18 @@ end
 
 -- A client is named, so that it counts once whatever is repeated.
 function job.has_client(id, j, client)
-  if client == id and j.w ~= '' then return true end
+  if client == id and j[W] ~= '' then return true end
   return j['c:' .. client] ~= nil
 end
 
 function job.remove_client(id, j, client)
-  if client == id then j.w = '' end
+  if client == id then j[W] = '' end
   job.set(id, j, 'c:' .. client, nil)
   job.set(id, j, 'e:' .. client, nil)
 end
 
 function job.has_clients(j)
-  if j.w ~= '' then return true end
+  if j[W] ~= '' then return true end
   for field in pairs(j.more or {}) do
     if string.sub(field, 1, 2) == 'c:' then return true end
   end
@@ -209,11 +206,11 @@ end
 
 -- The workers that watch a job, each once. Events are wanted by those of e: alone.
 function job.watchers(j, events_only)
-  if not j.more then return { not events_only and j.w ~= '' and j.w or nil } end
+  if not j.more then return { not events_only and j[W] ~= '' and j[W] or nil } end
   local seen, list = {}, {}
-  if not events_only and j.w ~= '' then
-    seen[j.w] = true
-    list[1] = j.w
+  if not events_only and j[W] ~= '' then
+    seen[j[W]] = true
+    list[1] = j[W]
   end
   for field, worker in pairs(j.more) do
     if #field > 2 and string.byte(field, 2) == COLON and worker ~= '' and not seen[worker] then

@@ -124,10 +124,10 @@ function lease.numbers(slots, taken, version) return { slots = num(slots), taken
 
 -- Why this job cannot be granted on this card now: nil, 'slots' or 'bytes'.
 function lease.obstacle(k, job_id, j)
-  local m = lease.model(k, j.m)
+  local m = lease.model(k, j[M])
   if k.nj >= k.sl or m.taken >= m.slots or k.xl ~= '' then return 'slots' end
   local grantable, reserved = lease.sum(k)
-  if j.n > grantable + (k.hj == job_id and reserved or 0) then return 'bytes' end
+  if j[N] > grantable + (k.hj == job_id and reserved or 0) then return 'bytes' end
   if j.al and k.nj > 0 then return 'bytes' end
   return nil
 end
@@ -209,16 +209,16 @@ end
 
 -- Takes the bytes of a job on a card. The caller has checked obstacle(); an exclusive job takes all that there is.
 function lease.reserve(k, id, job_id, j)
-  local bytes = j.n
+  local bytes = j[N]
   if k.hj == job_id then lease.clear_head(k) end
   if j.al then
     bytes = math.max(bytes, (lease.sum(k)))
     k.xl = job_id
   end
   lease.put(k, id, {
-    bytes = bytes, granted = NOW, handed = 0, started = 0, ending = 0, job = job_id, model = j.m, recall = '', moved = true,
+    bytes = bytes, granted = NOW, handed = 0, started = 0, ending = 0, job = job_id, model = j[M], recall = '', moved = true,
   })
-  lease.move(k, j.m, bytes, 1)
+  lease.move(k, j[M], bytes, 1)
   k.pk = math.max(k.pk, k.jb + k.re)
   pool.count('granted')
   return bytes

@@ -23,16 +23,16 @@ function limits.add(j, waiting, bytes)
   if not limits.is_changed then
     limits.is_changed, at_end[#at_end + 1] = true, limits.write
   end
-  local of_model = limits.changes[j.m]
+  local of_model = limits.changes[j[M]]
   if not of_model then
     of_model = {}
-    limits.changes[j.m] = of_model
+    limits.changes[j[M]] = of_model
   end
-  local change = of_model[j.t]
+  local change = of_model[j[T]]
   if change then
     change.waiting, change.bytes = change.waiting + waiting, change.bytes + bytes
   else
-    of_model[j.t] = { waiting = waiting, bytes = bytes }
+    of_model[j[T]] = { waiting = waiting, bytes = bytes }
   end
 end
 

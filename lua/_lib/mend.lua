@@ -47,7 +47,7 @@ function mend.card(k)
     local record = all[i + 1]
     if record.handed == 0 then
       local j = job.load(record.job)
-      if not (j and j.s == 'leased' and j.l == all[i]) then
+      if not (j and j[S] == 'leased' and j[L] == all[i]) then
         lease.release(k, all[i], record)
         mend.fault('lease')
       elseif not listed[record.job] then
@@ -63,7 +63,7 @@ end
 function mend.class(class)
   for _, id in ipairs(redis.call('ZRANGE', key('q', class), 0, SCAN - 1)) do
     local j = job.load(id)
-    if not (j and j.s == 'queued') then
+    if not (j and j[S] == 'queued') then
       redis.call('ZREM', key('q', class), id)
       mend.fault('ghost')
     end
@@ -73,9 +73,9 @@ end
 
 -- Its answer was stored before the script failed, or its inputs are gone: it cannot run again. Returns true when it ended.
 function mend.end_here(id, j)
-  j.st = 0
+  j[ST] = 0
   job.save(id, j)
-  if j.s ~= 'queued' and redis.call('EXISTS', key('res', id)) == 1 then
+  if j[S] ~= 'queued' and redis.call('EXISTS', key('res', id)) == 1 then
     return settle.job(id, j, 'succeed', { stored = key('res', id) })
   end
   if redis.call('EXISTS', key('pay', id)) == 1 then return false end
@@ -84,16 +84,16 @@ end
 
 function mend.is_blocked(id, j)
   local former = job.load(j.bl)
-  return former and former.nx == id and former.l ~= '' and lease.get(former.d, former.l)
+  return former and former.nx == id and former[L] ~= '' and lease.get(former[D], former[L])
 end
 
 -- Which index a live job is missing from: its fault, or nil.
 function mend.misplaced(id, j)
-  if j.s == 'queued' then
+  if j[S] == 'queued' then
     if j.bl then return not mend.is_blocked(id, j) and 'blocked' or nil end
-    return not redis.call('ZSCORE', key('q', j.c), id) and 'queue' or nil
+    return not redis.call('ZSCORE', key('q', j[C]), id) and 'queue' or nil
   end
-  local record = j.l ~= '' and lease.get(j.d, j.l)
+  local record = j[L] ~= '' and lease.get(j[D], j[L])
   return not (record and record.job == id) and 'run' or nil
 end
 
@@ -119,7 +119,7 @@ end
 function mend.settled(id, j)
   if redis.call('ZSCORE', key('expiry'), id) then return end
   mend.fault('record')
-  local ttl = j.s == 'failed' and DEAD_LETTER_TTL_MS or RESULT_TTL_MS
+  local ttl = j[S] == 'failed' and DEAD_LETTER_TTL_MS or RESULT_TTL_MS
   redis.call('ZADD', key('expiry'), int(NOW + ttl), id)
   for _, kind in ipairs({ 'job', 'pay', 'res', 'ev' }) do redis.call('PEXPIRE', key(kind, id), int(ttl + RECORD_SLACK_MS)) end
   job.tell(id, j, false, job.pack(j))
@@ -159,10 +159,10 @@ function mend.limits()
   for _, id in ipairs(redis.call('ZRANGE', key('deadlines'), 0, -1)) do
     local j = job.load(id)
     if j and job.is_live(j) then
-      for _, scope in ipairs({ 'p', 'm:' .. j.m, 't:' .. j.t }) do
+      for _, scope in ipairs({ 'p', 'm:' .. j[M], 't:' .. j[T] }) do
         local l = is[scope] or { waiting = 0, bytes = 0 }
         is[scope] = l
-        l.waiting, l.bytes = l.waiting + (j.s == 'queued' and 1 or 0), l.bytes + j.pb
+        l.waiting, l.bytes = l.waiting + (j[S] == 'queued' and 1 or 0), l.bytes + j[PB]
       end
     end
   end

@@ -7,8 +7,8 @@ local SCAN = 16
 function place.grant(k, id, j, event)
   local lease_id = pool.take_lease_id()
   if not lease_id then return false end
-  if j.s == 'queued' and not j.is_new then place.take_from_queue(id, j) end
-  j.d, j.l, j.gr, j.lb = k.id, lease_id, NOW, lease.reserve(k, lease_id, id, j)
+  if j[S] == 'queued' and not j.is_new then place.take_from_queue(id, j) end
+  j[D], j[L], j[GR], j[LB] = k.id, lease_id, NOW, lease.reserve(k, lease_id, id, j)
   job.set_state(id, j, event or 'grant')
   if #k.fresh == 0 then at_end[#at_end + 1] = function() place.ready(k) end end
   k.fresh[#k.fresh + 1] = id
@@ -18,8 +18,8 @@ end
 
 -- Granted jobs leave their queue together, when the pump is done.
 function place.take_from_queue(id, j)
-  local ids = place.taken[j.c] or {}
-  place.taken[j.c], ids[#ids + 1] = ids, id
+  local ids = place.taken[j[C]] or {}
+  place.taken[j[C]], ids[#ids + 1] = ids, id
   job.ends_waiting(id, j)
 end
 
@@ -37,8 +37,8 @@ end
 function place.candidates(hosts, id, j)
   local fitting = {}
   for _, card in ipairs(hosts) do
-    local k = lease.card(card, j.m)
-    if lease.is_open(k) and lease.model(k, j.m).slots > 0 and not lease.obstacle(k, id, j) then fitting[#fitting + 1] = k end
+    local k = lease.card(card, j[M])
+    if lease.is_open(k) and lease.model(k, j[M]).slots > 0 and not lease.obstacle(k, id, j) then fitting[#fitting + 1] = k end
   end
   if #fitting > 1 then table.sort(fitting, place.comes_first) end
   return fitting
@@ -99,12 +99,12 @@ end
 function place.wants_reservation(k, j)
   if k.hj ~= '' or (j.rv and j.rv ~= k.id) then return false end
   local _, _, room, withheld = lease.sum(k)
-  if j.n > room - withheld then return false end
-  return j.al ~= nil or (j.np or 0) >= MAX_PASSED or NOW - j.ws >= MAX_PASSING_MS
+  if j[N] > room - withheld then return false end
+  return j.al ~= nil or (j.np or 0) >= MAX_PASSED or NOW - j[WS] >= MAX_PASSING_MS
 end
 
 function place.reserve_for(k, id, j)
-  local bytes = j.n
+  local bytes = j[N]
   if j.al then
     local _, _, room = lease.sum(k)
     bytes = room
@@ -153,7 +153,7 @@ function place.fill_part(k, ids)
     if k.nj >= k.sl then return false end
     if place.granted_now >= MOVE_LIMIT then return true end
     local j = heads[i]
-    if j and j.s == 'queued' and lease.model(k, j.m).slots > 0 then
+    if j and j[S] == 'queued' and lease.model(k, j[M]).slots > 0 then
       local obstacle = lease.obstacle(k, id, j)
       if not obstacle then
         if not place.grant(k, id, j) then return true end
@@ -189,7 +189,7 @@ function place.submitted(id, j, fitting, free)
   job.enqueue(id, j)
   for _, k in ipairs(fitting) do
     place.pump_and_wake(k)
-    if j.s ~= 'queued' then return end
+    if j[S] ~= 'queued' then return end
   end
 end
 
@@ -201,6 +201,6 @@ end
 
 -- A job that came back into the queue: the best card for it, in order with the waiters there.
 function place.requeued(id, j)
-  local best = place.candidates(redis.call('SMEMBERS', key('on', j.c)), id, j)[1]
+  local best = place.candidates(redis.call('SMEMBERS', key('on', j[C])), id, j)[1]
   if best then place.pump_and_wake(best) end
 end

@@ -72,22 +72,22 @@ end
 
 -- Is the lease of this job's last run still on a card whose agent can report its end?
 function settle.is_on_card(j)
-  return j.l ~= '' and lease.card(j.d).sid ~= '' and lease.get(j.d, j.l) ~= nil
+  return j[L] ~= '' and lease.card(j[D]).sid ~= '' and lease.get(j[D], j[L]) ~= nil
 end
 
 function settle.key_record(id, j)
-  local record = j.k ~= '' and redis.call('GET', key('key', j.k))
+  local record = j[K] ~= '' and redis.call('GET', key('key', j[K]))
   return record and string.sub(record, 65) == id and record or nil
 end
 
 function settle.free_key(id, j)
-  if settle.key_record(id, j) then redis.call('DEL', key('key', j.k)) end
+  if settle.key_record(id, j) then redis.call('DEL', key('key', j[K])) end
 end
 
 -- A job that ends while it waits for the former run of its key leaves the key to that run: the next one must wait for it too.
 function settle.hand_key_back(id, j)
   local record = settle.key_record(id, j)
-  if record then redis.call('SET', key('key', j.k), string.sub(record, 1, 64) .. j.bl, 'PX', int(KEY_TTL_MS)) end
+  if record then redis.call('SET', key('key', j[K]), string.sub(record, 1, 64) .. j.bl, 'PX', int(KEY_TTL_MS)) end
   local former = job.load(j.bl)
   if former then job.set(j.bl, former, 'nx', nil) end
 end
@@ -95,24 +95,24 @@ end
 -- Settles the callers of a live job. extra: code details; result: inline bytes; stored: the key under which its agent stored them.
 -- The caller has taken care of the lease. Returns false where the table has no such transition.
 function settle.job(id, j, event, extra)
-  local was_queued, was_settled = j.s == 'queued', j.st > 0
+  local was_queued, was_settled = j[S] == 'queued', j[ST] > 0
   local row = job.set_state(id, j, event)
   if not row then return false end
   if was_settled then pool.count('settled_twice') end
-  j.st = NOW
+  j[ST] = NOW
   if was_queued then job.dequeue(id, j) end
-  limits.add(j, 0, -j.pb)
+  limits.add(j, 0, -j[PB])
   if row.code ~= '' then
     job.set(id, j, 'co', row.code)
     job.set(id, j, 'er', string.sub(extra.detail or '', 1, 2000))
     pool.count('code.' .. row.code)
   end
   if extra.retry_ms then job.set(id, j, 'ra', extra.retry_ms) end
-  if extra.peak then j.pk, j.rt = extra.peak, extra.run_ms end
+  if extra.peak then j[PK], j[RT] = extra.peak, extra.run_ms end
   pool.count('settled.' .. row.to)
 
-  local keyed = j.k ~= ''
-  local result_ttl = (keyed or j.sy == 0) and RESULT_TTL_MS or DELIVERED_TTL_MS
+  local keyed = j[K] ~= ''
+  local result_ttl = (keyed or j[SY] == 0) and RESULT_TTL_MS or DELIVERED_TTL_MS
   local record_ttl = result_ttl
   if keyed and row.pinned then record_ttl = KEY_TTL_MS end
   if row.to == 'failed' then record_ttl = math.max(record_ttl, DEAD_LETTER_TTL_MS) end
@@ -120,7 +120,7 @@ function settle.job(id, j, event, extra)
   -- A dead letter keeps its inputs, within the same budget, so that an operator can run it again.
   if row.to == 'failed' then
     redis.call('PEXPIRE', key('pay', id), int(record_ttl))
-    settle.keep('letters', id, j.pb, record_ttl)
+    settle.keep('letters', id, j[PB], record_ttl)
   end
   if keyed then settle.key(id, j, row) end
   j.ttl_ms = record_ttl + RECORD_SLACK_MS
@@ -141,9 +141,9 @@ function settle.note_ended(id, j, is_input_done, ttl_ms)
   end
   e.number, e.ids[number + 1], e.expiry[2 * number + 1], e.expiry[2 * number + 2] = number + 1, id, NOW + ttl_ms, id
   if is_input_done then e.inputs[#e.inputs + 1] = key('pay', id) end
-  if j.gw ~= '' then
-    local ids = e.gateways[j.gw] or {}
-    e.gateways[j.gw], ids[#ids + 1] = ids, id
+  if j[GW] ~= '' then
+    local ids = e.gateways[j[GW]] or {}
+    e.gateways[j[GW]], ids[#ids + 1] = ids, id
   end
 end
 
@@ -159,18 +159,18 @@ end
 function settle.store(id, j, extra, ttl_ms)
   if extra.result then
     redis.call('SET', key('res', id), extra.result, 'PX', int(ttl_ms))
-    j.rb = #extra.result
+    j[RB] = #extra.result
   else
     redis.call('RENAME', extra.stored, key('res', id))
     redis.call('PEXPIRE', key('res', id), int(ttl_ms))
-    j.rb = redis.call('STRLEN', key('res', id))
+    j[RB] = redis.call('STRLEN', key('res', id))
   end
-  settle.keep((j.k ~= '' or j.sy == 0) and 'results' or 'delivered', id, j.rb, ttl_ms)
+  settle.keep((j[K] ~= '' or j[SY] == 0) and 'results' or 'delivered', id, j[RB], ttl_ms)
 end
 
 function settle.key(id, j, row)
   if row.pinned then
-    redis.call('PEXPIRE', key('key', j.k), int(KEY_TTL_MS))
+    redis.call('PEXPIRE', key('key', j[K]), int(KEY_TTL_MS))
   elseif j.bl then
     settle.hand_key_back(id, j)
   elseif not settle.is_on_card(j) then
@@ -185,11 +185,11 @@ function settle.lease_ended(id, j)
     local next_id = j.nx
     job.set(id, j, 'nx', nil)
     local n = job.load(next_id)
-    if n and n.s == 'queued' and n.bl then
+    if n and n[S] == 'queued' and n.bl then
       job.unblock(next_id, n)
       return next_id, n
     end
-  elseif j.k ~= '' and j.s ~= 'succeeded' and not transitions.PINNED[j.co or ''] then
+  elseif j[K] ~= '' and j[S] ~= 'succeeded' and not transitions.PINNED[j.co or ''] then
     settle.free_key(id, j)
   end
 end

@@ -7,9 +7,9 @@ function sweep.unclaim(k)
     local id = redis.call('LPOP', place.ready(k))
     if not id then return false end
     local j = job.load(id)
-    local record = j and j.s == 'leased' and j.d == k.id and lease.get(k.id, j.l)
+    local record = j and j[S] == 'leased' and j[D] == k.id and lease.get(k.id, j[L])
     if record and record.handed == 0 then
-      lease.release(k, j.l, record)
+      lease.release(k, j[L], record)
       agent.requeue(id, j, 'unclaimed')
       place.requeued(id, j)
     end
@@ -25,9 +25,9 @@ function sweep.clear_head(k)
 end
 
 function sweep.hosts_ready(j)
-  for _, card in ipairs(redis.call('SMEMBERS', key('on', j.c))) do
-    local k = lease.card(card, j.m)
-    if lease.is_open(k) and lease.model(k, j.m).slots > 0 then return true end
+  for _, card in ipairs(redis.call('SMEMBERS', key('on', j[C]))) do
+    local k = lease.card(card, j[M])
+    if lease.is_open(k) and lease.model(k, j[M]).slots > 0 then return true end
   end
   return false
 end
@@ -40,18 +40,18 @@ end
 
 -- Which clock of a job has passed, as an event and its words.
 function sweep.passed(id, j)
-  if j.ct + j.tl <= NOW then
-    return 'total_timeout', 'job ' .. id .. ': not done within its total limit of ' .. int(j.tl) .. ' ms'
+  if j[CT] + j[TL] <= NOW then
+    return 'total_timeout', 'job ' .. id .. ': not done within its total limit of ' .. int(j[TL]) .. ' ms'
   end
-  if j.s == 'running' and j.rs + j.rl <= NOW then
-    return 'run_timeout', 'job ' .. id .. ': ran for more than its limit of ' .. int(j.rl) .. ' ms'
+  if j[S] == 'running' and j[RS] + j[RL] <= NOW then
+    return 'run_timeout', 'job ' .. id .. ': ran for more than its limit of ' .. int(j[RL]) .. ' ms'
   end
-  if j.s ~= 'running' and j.ws + j.wl <= NOW then
-    if j.s == 'queued' and not sweep.hosts_ready(j) then
-      return 'no_ready_card', 'job ' .. id .. ': no card that hosts ' .. j.c .. ' was ready within ' .. int(j.wl) .. ' ms'
+  if j[S] ~= 'running' and j[WS] + j[WL] <= NOW then
+    if j[S] == 'queued' and not sweep.hosts_ready(j) then
+      return 'no_ready_card', 'job ' .. id .. ': no card that hosts ' .. j[C] .. ' was ready within ' .. int(j[WL]) .. ' ms'
     end
-    local words = 'job ' .. id .. ': waited ' .. int(NOW - j.ct) .. ' ms, more than its limit of ' .. int(j.wl) .. ' ms'
-    if j.rv and j.wl < sweep.longest_wait_ms() then
+    local words = 'job ' .. id .. ': waited ' .. int(NOW - j[CT]) .. ' ms, more than its limit of ' .. int(j[WL]) .. ' ms'
+    if j.rv and j[WL] < sweep.longest_wait_ms() then
       words = words .. '; memory was being set aside for it, which can take ' .. int(sweep.longest_wait_ms()) .. ' ms'
     end
     return 'wait_timeout', words
@@ -71,9 +71,9 @@ function sweep.deadlines()
       if not event then
         job.schedule(id, j)
       else
-        local extra = { detail = words, force = event == 'run_timeout' or (event == 'total_timeout' and j.s == 'running') }
+        local extra = { detail = words, force = event == 'run_timeout' or (event == 'total_timeout' and j[S] == 'running') }
         if event == 'wait_timeout' or event == 'no_ready_card' then
-          extra.retry_ms = rate.promise(j.c, redis.call('ZCARD', key('q', j.c)))
+          extra.retry_ms = rate.promise(j[C], redis.call('ZCARD', key('q', j[C])))
         end
         agent.end_job(id, j, event, extra)
       end
@@ -90,16 +90,16 @@ function sweep.lost_jobs(k, event)
   for i = 1, #all, 2 do
     local id = all[i + 1].job
     local j = job.load(id)
-    if j and j.l == all[i] and (j.s == 'leased' or j.s == 'running') then
+    if j and j[L] == all[i] and (j[S] == 'leased' or j[S] == 'running') then
       if moved == MOVE_LIMIT then return true end
       moved = moved + 1
-      if j.s == 'running' then
+      if j[S] == 'running' then
         agent.requeue_suspect(id, j, event or 'agent_lost')
       else
         agent.requeue(id, j, 'unheld')
       end
-      if j.s == 'queued' then place.requeued(id, j) end
-    elseif j and j.l == all[i] then
+      if j[S] == 'queued' then place.requeued(id, j) end
+    elseif j and j[L] == all[i] then
       -- Settled already: nobody will report the end of this run, so its key is not held for it.
       local next_id, n = settle.lease_ended(id, j)
       if next_id then place.requeued(next_id, n) end

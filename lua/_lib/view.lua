@@ -5,9 +5,9 @@ local view = {}
 function view.why(id, j, position)
   if j.bl then return 'previous_run' end
   local any, slots = false, false
-  for _, card in ipairs(redis.call('SMEMBERS', key('on', j.c))) do
+  for _, card in ipairs(redis.call('SMEMBERS', key('on', j[C]))) do
     local k = lease.card(card)
-    if lease.is_open(k) and lease.model(k, j.m).slots > 0 then
+    if lease.is_open(k) and lease.model(k, j[M]).slots > 0 then
       any = true
       if lease.obstacle(k, id, j) == 'slots' then slots = true end
     end
@@ -21,10 +21,10 @@ end
 -- What a record does not say of itself.
 function view.job(id, j)
   local told = { id = id, position = 0 }
-  if j.s == 'queued' then
-    told.position = num(redis.call('ZRANK', key('q', j.c), id) or -1) + 1
+  if j[S] == 'queued' then
+    told.position = num(redis.call('ZRANK', key('q', j[C]), id) or -1) + 1
     told.why = view.why(id, j, told.position)
-    local interval = rate.interval(j.c)
+    local interval = rate.interval(j[C])
     if interval then told.eta_ms = math.floor(interval * math.max(told.position, 1)) end
   end
   if job.is_live(j) then told.deadline = job.deadline(j) end

