@@ -8,7 +8,7 @@
 -- at once: pool(begin_writes note_time count write_counted take_lease_id) limits(add write of read) transitions(row grant)
 --   rate(granted read faded write write_changed) lease(card unpack_card load_all unpack get release move model
 --   numbers save write settle is_open obstacle sum reserve put write_card write_leases) job(load_all read unpack
---   load is_live set_state save write tell pack watchers ends_waiting leave_queue write_told) settle(job store keep
+--   load is_live set_state save write tell tell_worker pack ends_waiting leave_queue write_told) settle(job store keep
 --   write_kept note_ended write_ended) place(pump fill heads queues fill_from fill_part grant take_from_queue ready)
 --   agent(holds_card repeated renew starts load_reported report sample place_back hand_out take hand answer inputs)
 --   sweep(deadlines)

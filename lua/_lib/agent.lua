@@ -146,7 +146,7 @@ function agent.report(k, r)
     if next_id then agent.came_back[#agent.came_back + 1] = { id = next_id, j = n, card = '' } end
     return 'settled'
   end
-  local extra = { peak = r.peak or 0, run_ms = r.run_ms or 0, detail = tostring(r.detail or ''), result = nil, stored = nil }
+  local extra = { peak = r.peak or 0, run_ms = r.run_ms or 0, result = nil, stored = nil }
   if r.kind == 'succeeded' then
     if r.result_index then
       extra.result = ARGV[r.result_index]
@@ -161,6 +161,7 @@ function agent.report(k, r)
       agent.requeue(id, j, 'unheld')
     end
   elseif r.kind == 'failed' then
+    extra.detail = tostring(r.detail or '')
     local event = agent.FAILURES[r.code] and r.code or 'internal'
     settle.job(id, j, event == 'internal' and 'failed_inside' or event, extra)
   elseif r.kind == 'oom' then

@@ -204,9 +204,8 @@ function job.has_clients(j)
   return false
 end
 
--- The workers that watch a job, each once. Events are wanted by those of e: alone.
+-- The workers that watch a job that has more than one, each once. Events are wanted by those of e: alone.
 function job.watchers(j, events_only)
-  if not j.more then return { not events_only and j[W] ~= '' and j[W] or nil } end
   local seen, list = {}, {}
   if not events_only and j[W] ~= '' then
     seen[j[W]] = true
@@ -226,19 +225,25 @@ end
 -- What workers are told in this call: one entry of its stream for each. News is a field <job> with nothing in it; an
 -- outcome is the record, with r:<job> the result where it is small; so that entries are bounded, what is over is fetched.
 function job.tell(id, j, events_only, outcome, result)
-  for _, worker in ipairs(job.watchers(j, events_only)) do
-    at_end.records = job.write
-    local entry = job.told[worker]
-    if not entry then
-      entry = { bytes = 0 }
-      job.told[worker] = entry
-    end
-    local used = #entry
-    entry[used + 1], entry[used + 2] = id, outcome or ''
-    if result and entry.bytes + #result <= ENTRY_BYTES then
-      entry.bytes = entry.bytes + #result
-      entry[used + 3], entry[used + 4] = 'r:' .. id, result
-    end
+  if j.more then
+    for _, worker in ipairs(job.watchers(j, events_only)) do job.tell_worker(worker, id, outcome, result) end
+  elseif not events_only and j[W] ~= '' then
+    job.tell_worker(j[W], id, outcome, result)
+  end
+end
+
+function job.tell_worker(worker, id, outcome, result)
+  at_end.records = job.write
+  local entry = job.told[worker]
+  if not entry then
+    entry = { bytes = 0 }
+    job.told[worker] = entry
+  end
+  local used = #entry
+  entry[used + 1], entry[used + 2] = id, outcome or ''
+  if result and entry.bytes + #result <= ENTRY_BYTES then
+    entry.bytes = entry.bytes + #result
+    entry[used + 3], entry[used + 4] = 'r:' .. id, result
   end
 end
 

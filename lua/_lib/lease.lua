@@ -30,7 +30,7 @@ function lease.card(id, model)
       sf = 0, dq = 0, us = 0, ow = 0, al = 0, rv = 0, sq = 0, sid = '', op = '', ag = '', hj = '', xl = '', cl = '',
     }
   end
-  k.id, k.models, k.fresh, k.leases = id, {}, {}, {}
+  k.id, k.models, k.fresh, k.leases, k.moved = id, {}, {}, {}, {}
   if model then k.models[model] = lease.numbers(read[2], read[3], read[4]) end
   lease.loaded[id] = k
   return k
@@ -42,7 +42,7 @@ function lease.unpack_card(packed)
   return {
     hr = hr, sl = sl, sm = sm, to = to, dr = dr, cx = cx, fo = fo, ov = ov, re = re, ex = ex, li = li, jb = jb, nj = nj, fa = fa,
     hb = hb, pk = pk, sf = sf, dq = dq, us = us, ow = ow, al = al, rv = rv, sq = sq, sid = sid, op = op, ag = ag, hj = hj, xl = xl,
-    cl = cl, id = '', models = false, fresh = false, leases = false, ended = nil, answer = nil, is_unsaved = false,
+    cl = cl, id = '', models = false, fresh = false, leases = false, moved = false, ended = nil, answer = nil, is_unsaved = false,
   }
 end
 
@@ -136,7 +136,6 @@ function lease.unpack(packed)
   local bytes, granted, handed, started, ending, job, model, recall = struct.unpack(RECORD, packed)
   return {
     bytes = bytes, granted = granted, handed = handed, started = started, ending = ending, job = job, model = model, recall = recall,
-    moved = false,
   }
 end
 
@@ -170,21 +169,21 @@ end
 
 -- Writes a lease with its card.
 function lease.put(k, id, record)
-  k.leases[id], record.moved = record, true
+  k.leases[id], k.moved[id] = record, record
   lease.save(k)
 end
 
 function lease.write_leases(k)
   local flat = {}
-  for id, record in pairs(k.leases) do
-    if record and record.moved then
-      record.moved = false
+  for id, record in pairs(k.moved) do
+    if k.leases[id] == record then
       flat[#flat + 1] = id
       flat[#flat + 1] = struct.pack(RECORD, record.bytes, record.granted, record.handed, record.started, record.ending, record.job,
         record.model, record.recall)
     end
   end
   if flat[1] then redis.call('HSET', key('leases', k.id), unpack(flat)) end
+  k.moved = {}
   if k.ended then
     redis.call('HDEL', key('leases', k.id), unpack(k.ended))
     k.ended = nil
@@ -216,7 +215,7 @@ function lease.reserve(k, id, job_id, j)
     k.xl = job_id
   end
   lease.put(k, id, {
-    bytes = bytes, granted = NOW, handed = 0, started = 0, ending = 0, job = job_id, model = j[M], recall = '', moved = true,
+    bytes = bytes, granted = NOW, handed = 0, started = 0, ending = 0, job = job_id, model = j[M], recall = '',
   })
   lease.move(k, j[M], bytes, 1)
   k.pk = math.max(k.pk, k.jb + k.re)
