@@ -269,9 +269,10 @@ function agent.hand_out(k, want, verdicts, more)
     want = math.min(want, MOVE_LIMIT)
     if want > 0 and k.nj == 0 and lease.is_open(k) then agent.take_over(k) end
     while #handed < want do
-      local ids = agent.take(k, want - #handed)
-      if #ids == 0 then break end
+      local asked = want - #handed
+      local ids = agent.take(k, asked)
       for _, id in ipairs(ids) do agent.hand(k, id, handed, answer) end
+      if #ids < asked then break end
     end
   end
   if #handed == MOVE_LIMIT and redis.call('EXISTS', place.ready(k)) == 1 then more = true end

@@ -116,7 +116,7 @@ end
 -- Gives waiting jobs what is free on a card, oldest effective time first. Returns true when it stopped at its limit.
 function place.pump(card)
   local k = lease.card(card)
-  if not lease.is_open(k) then return false end
+  if k.nj >= k.sl or not lease.is_open(k) then return false end
   place.passed = {}
   local more = place.fill(k)
   for class, ids in pairs(place.taken) do
