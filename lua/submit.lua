@@ -4,7 +4,7 @@
 -- KEYS: meta, job:<id>, key:<tenant>:<digest> (or tomb:<id> again when there is no key), tomb:<id>
 -- ARGV: arguments (scheduler/records.py: the client's part of the record, then {wants events, worker, fingerprint}), settings, lease ids, inputs
 -- Returns: ok {how, job, state, position, card} + record and result of a replay | refused {code, ...}
--- Cost: about 20 commands without waiters; with waiters one pump of the cards that fit.
+-- Cost: 16 commands into a queue, six more where it is granted at once; with waiters one pump of the cards that fit.
 -- include: base pool limits transitions rate lease job settle place
 -- at once: pool(note_time count write_counted) limits(of read add write) lease(card unpack_card is_open model numbers
 --   obstacle) job(new unpack save write schedule deadline enqueue stand is_live pack write_told) place(candidates
