@@ -99,7 +99,7 @@ function lease.is_open(k)
   return k.op == 'ready' and k.ag == 'ready' and k.sid ~= '' and k.sm > 0 and NOW - k.sm <= 2 * BEAT_MS
 end
 
--- What may be granted on a card: 3-memory-and-agent.md.
+-- What may be granted on a card; the sum stands in docs/architecture.md.
 function lease.sum(k)
   local usable = k.to - k.dr - k.hr - k.cx
   local room = usable - k.re - k.ex - k.li - k.fo - k.ov
