@@ -25,7 +25,7 @@ BROKEN = "return redis.call('HGET', KEYS[1])"
 @pytest.fixture
 async def line(store: Store) -> AsyncIterator[ScriptLine]:
     pool = aioredis.BlockingConnectionPool.from_url(store.settings.redis_url, max_connections=8, protocol=2)
-    line = ScriptLine(aioredis.Redis(connection_pool=pool), timeout_s=2.0)
+    line = ScriptLine(aioredis.Redis(connection_pool=pool), timeout_s=20.0)
     yield line
     await line.close()
 
