@@ -49,8 +49,8 @@ async def job_events(gateway: Gateway, request: Request) -> Response:
     headers.parse_accept(headers.get(request, b"accept"), events=True)
     resume = parse_event_id(headers.get(request, b"last-event-id"))
     job_id = paths.job_id(request)
-    client = secrets.token_hex(16)
-    await gateway.ledger.view(job_id, tenant=ANONYMOUS, client=client, events=True)
+    client = None if request.method == "HEAD" else secrets.token_hex(16)
+    await gateway.ledger.view(job_id, tenant=ANONYMOUS, client=client, events=client is not None)
     return EventStream(gateway, job_id, client=client, resume=resume)
 
 
@@ -163,7 +163,8 @@ class EventStream(Response):
         try:
             if self._outcome is not None:
                 await self._send(send, self._end(self._outcome))
-            else:
+            elif scope["method"] != "HEAD":
+                # For a client HEAD is over with its head, and the next request may follow at once.
                 await self._stream(receive, send)
         finally:
             await self._part()

@@ -240,3 +240,21 @@ def test_a_resumed_listener_of_an_old_attempt_is_reset_first() -> None:
     told = b"".join(Teller((1, "4-0")).tell(view, news)).decode()
     names = [line.removeprefix("event: ") for line in told.splitlines() if line.startswith("event: ")]
     assert names == ["reset", "running", "progress"] and '"done":9' not in told
+
+
+async def test_head_of_a_stream_is_answered_and_over(
+    http: httpx.AsyncClient, running: Running, agent: FakeAgent
+) -> None:
+    """The job still waits, and the connection takes the next request."""
+    accepted = await http.post(
+        "/v1/models/echo/infer", json={"inputs": {}}, headers={"Prefer": "respond-async"}
+    )
+    target = f"{accepted.headers['location']}/events"
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    writer.write(f"HEAD {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    assert head.startswith(b"HTTP/1.1 200 OK") and b"content-type: text/event-stream" in head
+    writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (await asyncio.wait_for(reader.readuntil(b"}"), 10)).startswith(b"HTTP/1.1 200 OK")
+    writer.close()
+    await http.delete(accepted.headers["location"])
