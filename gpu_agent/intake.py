@@ -25,7 +25,6 @@ from scheduler.registration import Sample
 _LOG = logging.getLogger(__name__)
 WATCHDOG_SLACK_S = 5.0
 MOST_WANTED = 16
-_BY_THE_CLOCK = ("run_timeout", "total_timeout")
 
 Send = Callable[[Mapping[str, Any]], None]
 
