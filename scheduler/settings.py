@@ -14,10 +14,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from redis.asyncio.connection import parse_url
 
+from scheduler.expectation import expected
 from scheduler.misconfiguration import explain, known_keys, nearest
 from vramgate.errors import VramgateError
 from vramgate.quantities import Seconds, Size
@@ -38,6 +47,15 @@ class Section(BaseModel):
     """A table of the configuration file; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_number_by_chance(cls, value: Any, info: ValidationInfo) -> Any:
+        """To pydantic `true` is a 1 wherever a number is wanted."""
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, bool) and field.annotation is not bool:
+            raise ValueError(f"expected {expected(field)}, got {value}")
+        return value
 
 
 class RedisSettings(Section):

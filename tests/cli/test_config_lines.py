@@ -64,6 +64,15 @@ from scheduler.settings import ConfigError, Settings, load_settings
             "above 0 s and at most 86400 s, got 0",
         ),
         (
+            "[gateway]\nport = true",
+            "configuration: gateway.port: expected a whole number from 0 to 65535, got True",
+        ),
+        (
+            "[clocks]\nmax_wait_s = true",
+            "configuration: clocks.max_wait_s: expected a duration such as 30s, "
+            "above 0 s and at most 86400 s, got True",
+        ),
+        (
             '[placement]\npolicy = "best"',
             'configuration: placement.policy: expected "spread" or "pack", got \'best\'',
         ),
