@@ -28,7 +28,7 @@ XDIST := -n $(TEST_WORKERS) --dist loadfile --tb=native
 ON_EVERY_SERVER := tests/ledger tests/system $(patsubst %,tests/gateway/test_%.py,events infer jobs service)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check bench fmt redis-server nginx $(TEST_SERVERS:%=test-%)
+.PHONY: help env demo test check bench fmt redis-server nginx curl $(TEST_SERVERS:%=test-%)
 
 help:
 	@sed -n '3,7s/^# *//p' Makefile
@@ -54,14 +54,14 @@ ifneq ($(filter valkey,$(TEST_SERVERS)),)
 test-redis: | test-valkey
 endif
 
-test-valkey: $(STAMP) nginx
+test-valkey: $(STAMP) nginx curl
 	VRAMGATE_TEST_SERVER=valkey $(BIN)/python -m pytest $(XDIST) $(PYTEST_ARGS)
 
 test-redis: $(STAMP) nginx redis-server
 	VRAMGATE_TEST_SERVER=redis $(BIN)/python -m pytest $(XDIST) $(PYTEST_ARGS) $(ON_EVERY_SERVER)
 
-# Servers of the system's own that the tests run; Debian keeps nginx in /usr/sbin.
-redis-server nginx:
+# Programs of the system's own that the tests run; Debian keeps nginx in /usr/sbin.
+redis-server nginx curl:
 	@PATH="$$PATH:/usr/sbin" command -v $@ >/dev/null || deploy/apt-install $@
 
 check: $(STAMP)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,24 +39,37 @@ class Box:
             f"printf '\\n%s\\n' '{MARK}'; (exit $__ended)\n"
             for step in steps
         )
-        ran = subprocess.run(
+        with subprocess.Popen(
             ["bash", "-c", f"exec 2>&1\n{script}"],
             cwd=self.folder,
             env=_environment(),
             text=True,
-            capture_output=True,
-            timeout=90,
-            check=False,
-        )
-        printed = ran.stdout.replace("\r", "").replace(f"localhost:{self.port}", ADDRESS)
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        ) as shell:
+            try:
+                said, _ = shell.communicate(timeout=90)
+            finally:
+                _kill(shell)
+        printed = said.replace("\r", "").replace(f"localhost:{self.port}", ADDRESS)
         printed = printed.replace(f"127.0.0.1:{self.port}", "127.0.0.1:8000")
         return printed.split(f"\n{MARK}\n")[:-1]
 
 
 def _environment() -> dict[str, str]:
-    """The commands of this environment first, as after `. .venv/bin/activate`; no terminal, no proxy."""
-    kept = {name: value for name, value in os.environ.items() if not name.upper().endswith("_PROXY")}
+    """The commands of this environment first, as after `. .venv/bin/activate`; no terminal, no proxy, no
+    settings of the caller's own.
+    """
+    foreign = re.compile(r".*_PROXY|VRAMGATE_.*", re.IGNORECASE)
+    kept = {name: value for name, value in os.environ.items() if foreign.fullmatch(name) is None}
     return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def _kill(process: subprocess.Popen[Any]) -> None:
+    """A process that did not end in time, with all of its session."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +108,12 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
         assert up.poll() is None and "not ready" not in log.read_text().splitlines()[-1], log.read_text()
         yield Box(folder, port)
     finally:
-        if up.poll() is None:
-            up.send_signal(signal.SIGINT)
-            up.wait(60)
+        try:
+            if up.poll() is None:
+                up.send_signal(signal.SIGINT)
+                up.wait(60)
+        finally:
+            _kill(up)
 
 
 @pytest.mark.parametrize("page", WITH_SESSIONS, ids=lambda page: page.name)

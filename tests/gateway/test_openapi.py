@@ -141,6 +141,11 @@ async def test_a_generator_of_requests_finds_no_contradiction(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        said, _ = await process.communicate()
+        try:
+            said, _ = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
         assert process.returncode == 0, said.decode()
         assert await service.end() == 0
