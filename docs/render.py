@@ -11,10 +11,8 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from typer.main import get_command
@@ -50,24 +48,18 @@ def configuration() -> str:
         "Sizes are written `12GiB`, durations `10m`. A key `a.b` is the variable `VRAMGATE_A__B`.",
     ]
     for title, prefix, model in _sections():
+        rows = [
+            (f"`{prefix}{name}`", _default(field), expected(field), field.description or "", f"`{variable}`")
+            for name, field in model.model_fields.items()
+            if _section_of(field) is None and name != "models"
+            for variable in (ENV_PREFIX + (prefix + name).upper().replace(".", "__"),)
+        ]
         lines += [
             "",
             f"## {title}",
             "",
-            "| key | default | bounds | help | variable |",
-            "|---|---|---|---|---|",
+            table(("key", "default", "takes", "help", "variable"), rows).rstrip(),
         ]
-        for name, field in model.model_fields.items():
-            if _section_of(field) is None and name != "models":
-                variable = ENV_PREFIX + (prefix + name).upper().replace(".", "__")
-                cells = (
-                    f"`{prefix}{name}`",
-                    _default(field),
-                    _bounds(field),
-                    field.description or "",
-                    f"`{variable}`",
-                )
-                lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
@@ -97,31 +89,6 @@ def _default(field: FieldInfo) -> str:
     return f"`{value}`"
 
 
-def _bounds(field: FieldInfo) -> str:
-    kinds = (
-        get_args(field.annotation)
-        if get_origin(field.annotation) in (Union, UnionType)
-        else (field.annotation,)
-    )
-    for kind in kinds:
-        if get_origin(kind) is Literal:
-            return " or ".join(f"`{choice}`" for choice in get_args(kind))
-    words: list[str] = []
-    for bound in field.metadata:
-        match bound:
-            case Ge(ge=low):
-                words.append(f"≥ {low}")
-            case Gt(gt=low):
-                words.append(f"> {low}")
-            case Le(le=high):
-                words.append(f"≤ {high}")
-            case _:
-                pattern = getattr(bound, "pattern", None)
-                if pattern:
-                    words.append(f"`{pattern}`".replace("|", "\\|"))
-    return ", ".join(words)
-
-
 RETRY: Mapping[str, str] = {
     "no": "no",
     "after": "after `Retry-After`",
@@ -139,21 +106,20 @@ def errors() -> str:
         "Every refusal and every failure is a problem document (RFC 9457), `type` = `urn:vramgate:<code>`;",
         "the client raises `vramgate.errors.<Class>`.",
         "",
-        "| code | status | retry | class | a stored job ends as | meaning |",
-        "|---|---|---|---|---|---|",
     ]
-    for row in TABLE.values():
-        name = by_code(row.code).__name__
-        cells = (
+    rows = [
+        (
             f"`{row.code}`",
             str(row.status),
             RETRY[row.retry],
-            f"`{name}`",
+            f"`{by_code(row.code).__name__}`",
             row.job_state or "",
             row.title,
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+        for row in TABLE.values()
+    ]
+    heads = ("code", "status", "retry", "class", "a stored job ends as", "meaning")
+    return "\n".join([*lines, table(heads, rows)])
 
 
 _FIELD = re.compile(r"(Guarantee|Fence|KEYS|ARGV|Returns|Cost): ")

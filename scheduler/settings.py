@@ -124,7 +124,7 @@ class RetentionSettings(Section):
         3600.0, ge=1, description="How long a stored result can be fetched or replayed"
     )
     delivered_ttl_s: Seconds = Field(
-        60.0, ge=1, description="How long a result without a key lives after its delivery"
+        60.0, ge=1, description="How long a result without a key lives after its job ended"
     )
     dead_letter_ttl_s: Seconds = Field(604_800.0, ge=60, description="How long failed jobs are kept")
     tombstone_ttl_s: Seconds = Field(60.0, ge=1, description="How long an abandoned submit is refused")
