@@ -87,6 +87,7 @@ def test_a_job_shows_its_result_as_it_is_and_its_error_by_member() -> None:
         "settled  1970-01-01 00:00:01 UTC",
         'result   ["[bold]", 1]',
     ]
+    assert drawn({"result": None, "eta_s": None}) == ["result  null"]
     shown = drawn({"error": {"code": "model_error", "status": 500, "detail": "no"}})
     assert shown == ["error", "  code    model_error", "  status  500", "  detail  no"]
 

@@ -41,7 +41,8 @@ def properties(document: Document) -> Table:
 
 def _rows(document: Mapping[str, Any], depth: int) -> Iterator[Row]:
     for name, value in document.items():
-        if name != "object" and value is not None:
+        # A result of nothing is an answer; elsewhere null is what is not there.
+        if name != "object" and (value is not None or name == "result"):
             yield from _member(name, value, depth)
 
 
