@@ -36,7 +36,7 @@ async def list_cards(gateway: Gateway, request: Request) -> Response:
 
 
 async def list_leases(gateway: Gateway, request: Request) -> Response:
-    """The live leases of all cards; tokens are never among it."""
+    """The live leases of all cards; tokens are never shown."""
     return await _list(request, gateway.ledger.leases, documents.lease_document)
 
 
