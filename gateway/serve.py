@@ -251,8 +251,7 @@ class Parent:
         for number in END_SIGNALS:
             signal.signal(number, self._pass_on)
         for slot in range(self._settings.gateway.workers):
-            if not self._is_ending:
-                self._start(slot)
+            self._start(slot)
         while self._workers:
             ready = wait_for_any([self._signal_read, *(worker.sentinel for worker in self._workers.values())])
             if self._signal_read in ready:
@@ -262,13 +261,15 @@ class Parent:
                     self._bury(slot, worker)
 
     def _start(self, slot: int) -> None:
+        """Start a worker, unless this is the end."""
         worker = self._context.Process(target=self._work, name=f"gateway-worker-{slot}")
         # One that came in between would miss a worker that is not yet on the list, or meet this process'
-        # handler in the worker.
+        # handler in the worker. One that came before has been handled once this returns.
         signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
         try:
-            worker.start()
-            self._workers[slot], self._born[slot] = worker, time.monotonic()
+            if not self._is_ending:
+                worker.start()
+                self._workers[slot], self._born[slot] = worker, time.monotonic()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
 
@@ -298,8 +299,7 @@ class Parent:
         pause_s = RESPAWN_S if was_healthy else min(MAX_RESPAWN_S, 2 * self._pause_s.get(slot, RESPAWN_S / 2))
         self._pause_s[slot] = pause_s
         time.sleep(pause_s)
-        if not self._is_ending:
-            self._start(slot)
+        self._start(slot)
 
     def _pass_on(self, number: int, _: object) -> None:
         if not self._is_ending:

@@ -286,34 +286,39 @@ async def test_a_second_signal_hurries(
         assert await asyncio.wait_for(service.process.wait(), 10) == 0
 
 
-END_AT_THE_FORK = """
+END_AT_A_START = """
 import os, signal, sys
 from multiprocessing.context import ForkProcess
 from gateway.__main__ import main
 
-start, started = ForkProcess.start, []
+moment, last = sys.argv[1], int(sys.argv[2])
+step, taken = getattr(ForkProcess, moment), []
 
-def start_and_end(process):
-    start(process)
-    started.append(process)
-    if len(started) == int(sys.argv[1]):
+def step_and_end(process, *args, **named):
+    step(process, *args, **named)
+    taken.append(process)
+    if len(taken) == last:
         os.kill(os.getpid(), signal.SIGTERM)
 
-ForkProcess.start = start_and_end
-sys.exit(main(sys.argv[2:]))
+setattr(ForkProcess, moment, step_and_end)
+sys.exit(main(sys.argv[3:]))
 """
 
 
+@pytest.mark.parametrize("moment", ["__init__", "start"])
 @pytest.mark.parametrize("at", [1, 2])
 async def test_an_end_that_comes_while_workers_start_is_the_end(
-    settings: Settings, store: Store, at: int
+    settings: Settings, store: Store, moment: str, at: int
 ) -> None:
-    """SIGTERM right after a worker's fork, before anything else happened: no worker misses it."""
-    command = (sys.executable, "-c", END_AT_THE_FORK, str(at), *options(settings, workers=2))
+    """SIGTERM right before a worker's fork or right after it, before anything else happened: no worker misses
+    it, and none begins with a socket that is closed.
+    """
+    command = (sys.executable, "-c", END_AT_A_START, moment, str(at), *options(settings, workers=2))
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    process = await asyncio.create_subprocess_exec(*command, env=environment)
+    process = await asyncio.create_subprocess_exec(*command, env=environment, stderr=asyncio.subprocess.PIPE)
     try:
-        assert await asyncio.wait_for(process.wait(), 30) == 0
+        _, said = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 0 and b"Traceback" not in said, said.decode()
     finally:
         if process.returncode is None:
             process.kill()
