@@ -35,9 +35,11 @@ def dumps(document: Any) -> bytes:
 
 
 def render(
-    document: Any, form: Form = "json", *, status: int = 200, extra: dict[str, str] | None = None
+    document: Any, form: Form | None = None, *, status: int = 200, extra: dict[str, str] | None = None
 ) -> Response:
-    """One document in the form that the caller accepts."""
+    """One document in the form that the caller accepts; None where there is none but JSON."""
+    if form is not None:
+        extra = {"Vary": "Accept"} | (extra or {})
     if form == "msgpack":
         content: bytes = msgpack.packb(document)
     else:

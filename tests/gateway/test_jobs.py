@@ -163,3 +163,15 @@ async def test_forced_cancel_reaches_the_agent(http: httpx.AsyncClient, answerer
     deleted = await http.delete(f"/v1/jobs/{job['id']}?force=true")
     assert (deleted.status_code, deleted.json()["state"]) == (202, "cancelled")
     await until("the agent was told", lambda: answerer.cancelled == [job["id"]])
+
+
+async def test_what_has_two_forms_says_that_accept_decides(http: httpx.AsyncClient, agent: FakeAgent) -> None:
+    """A cache between us and callers keeps them apart; what is JSON in any case says nothing."""
+    accepted = await http.post(
+        "/v1/models/echo/infer", json={"inputs": {}}, headers={"Prefer": "respond-async"}
+    )
+    job = accepted.headers["location"]
+    for path in (job, "/v1/jobs", "/v1/models", "/v1/models/echo", "/v1/cards", "/v1/leases", "/v1/queue"):
+        assert (await http.get(path)).headers["vary"] == "Accept", path
+    assert (await http.delete(job)).headers["vary"] == "Accept"
+    assert "vary" not in (await http.get("/livez")).headers
