@@ -44,7 +44,7 @@ if A.queue then
     local oldest = first and job.load(first)
     local _, by_model = limits.of(string.match(class, '^[^@]+'), '')
     told.queue[#told.queue + 1] = {
-      model = class, waiting = redis.call('ZCARD', key('q', class)), bytes = by_model.bytes, oldest = oldest and oldest.ct or 0,
+      model = class, waiting = redis.call('ZCARD', key('q', class)), bytes = by_model.bytes, oldest = oldest and oldest[CT] or 0,
       interval = rate.interval(class) or 0,
     }
   end
