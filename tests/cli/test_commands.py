@@ -156,6 +156,11 @@ async def test_cordon_drain_and_uncordon(store: Store, shell: Shell, agent: Fake
         (["card", "drain", "GPU-zzz"], MISSING, "there is no card"),
         (["cards", "\x1b[2J"], MISSING, r"there is no card \x1b[2J;"),
         (["models", "nothing"], MISSING, "there is no model nothing; `vramgate models` lists them"),
+        (
+            ["queue", "nothing"],
+            MISSING,
+            "nothing waits for a model nothing; `vramgate queue` lists what waits",
+        ),
         (["jobs", "--limit", "0"], USAGE, "--limit"),
         (["jobs", "--state", "done"], USAGE, "'done' is none of queued, leased"),
         (["cards", "--jso"], USAGE, "No such option: --jso"),

@@ -82,7 +82,7 @@ def queue(
     config: ConfigOption = None,
 ) -> None:
     """What waits, by model."""
-    _show(fetch_queue, tables.QUEUE, id, Where(redis, pool, config, as_json, watch), noun="queue of model")
+    _show(fetch_queue, tables.QUEUE, id, Where(redis, pool, config, as_json, watch), noun="queue")
 
 
 def models(
@@ -191,9 +191,9 @@ def only(found: Sequence[str], prefix: str, *, noun: str) -> str:
     if prefix in found:
         return prefix
     if not found:
-        raise Missing(
-            f"there is no {noun} {prefix}; `vramgate {noun.split()[0].removesuffix('s')}s` lists them"
-        )
+        if noun == "queue":
+            raise Missing(f"nothing waits for a model {prefix}; `vramgate queue` lists what waits")
+        raise Missing(f"there is no {noun} {prefix}; `vramgate {noun}s` lists them")
     if len(found) > 1:
         some = ", ".join(sorted(found)[:3])
         more = ", ..." if len(found) > 3 else ""
