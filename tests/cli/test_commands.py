@@ -347,6 +347,14 @@ def test_tables_are_readable_at_80_columns() -> None:
     assert with_reason("cordoned", "cordoned by an operator") == "cordoned by an operator"
 
 
+def test_cells_are_shown_as_they_are() -> None:
+    """A reason is text: neither its square brackets nor what stands between colons is taken for markup."""
+    said = r"a:M: cannot be imported [bold] :warning: C:\[/]"
+    console = Console(width=120, file=io.StringIO())
+    console.print(tables.table([("WHY", lambda job: job["why"])], [{"why": said}]))
+    assert said in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 async def test_an_empty_id_and_an_unknown_model_are_told(shell: Shell, agent: FakeAgent) -> None:
     """An empty id is no prefix of every id, and a filter for nothing says what there is."""
     code, _, err = await shell.run("job", "cancel", "")

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from scheduler.documents import Document
 from scheduler.views import with_reason
@@ -84,9 +85,9 @@ def _unique_prefix(id: str, ids: Sequence[str]) -> str:
     return next((id[:end] for end in ends if sum(other.startswith(id[:end]) for other in ids) == 1), id)
 
 
-def _text(value: Any) -> str:
-    # Square brackets would be taken for markup.
-    return "" if value is None else str(value).replace("[", r"\[")
+def _text(value: Any) -> Text:
+    # A text and not markup: what a model or an operator wrote may hold square brackets, or ":M:".
+    return Text("" if value is None else str(value))
 
 
 def _used(card: Document) -> str:
