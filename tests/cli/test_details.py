@@ -8,6 +8,8 @@ from typing import Any
 import pydantic
 from rich.console import Console
 
+from scheduler.documents import queue_document
+from scheduler.views import QueueView
 from vramgate.cli.details import properties
 
 
@@ -90,6 +92,13 @@ def test_a_job_shows_its_result_as_it_is_and_its_error_by_member() -> None:
     assert drawn({"result": None, "eta_s": None}) == ["result  null"]
     shown = drawn({"error": {"code": "model_error", "status": 500, "detail": "no"}})
     assert shown == ["error", "  code    model_error", "  status  500", "  detail  no"]
+
+
+def test_no_two_members_of_a_queue_have_one_name() -> None:
+    """A name without its unit is still the name of one thing: jobs and bytes wait."""
+    queue = QueueView(model="echo", waiting=3, waiting_bytes=2048, oldest_ms=10, interval_ms=90)
+    shown = drawn(queue_document(queue))
+    assert [line.split()[0] for line in shown] == ["id", "model", "waiting", "bytes", "oldest", "interval"]
 
 
 def test_schemas_that_pydantic_does_not_write() -> None:

@@ -26,6 +26,8 @@ _SUMS = frozenset({"ledger", "measured"})
 _SCHEMAS = frozenset({"schema", "output_schema"})
 _HEADS = ("id", "version")
 _LONGEST_CHOICE = 60
+_NAMES = {"waiting_bytes": "bytes"}
+"""As in the table: without its unit, a queue's would be the name of its number of jobs."""
 
 
 def properties(document: Document) -> Table:
@@ -105,7 +107,7 @@ def _plain(name: str, value: Any) -> tuple[str, str]:
         if name.endswith("_ms"):
             return name.removesuffix("_ms"), duration(value)
         if name.endswith("_bytes"):
-            return name.removesuffix("_bytes"), size(round(value))
+            return _NAMES.get(name, name.removesuffix("_bytes")), size(round(value))
         if name.startswith("bytes_per_"):
             return name.removeprefix("bytes_").replace("_", " "), size(round(value))
         if name.endswith("_s"):
