@@ -347,6 +347,19 @@ def test_tables_are_readable_at_80_columns() -> None:
     assert with_reason("cordoned", "cordoned by an operator") == "cordoned by an operator"
 
 
+@pytest.mark.parametrize(
+    ("per_unit", "shown"),
+    [(0.25, "0.25 B"), (102.0, "102 B"), (2381.57, "2.33 KiB"), (1716860.4, "1.64 MiB")],
+)
+def test_what_a_unit_takes_is_a_size(per_unit: float, shown: str) -> None:
+    """In the units of every other size, and where it is less than a byte as it is."""
+    estimate = {"resident_bytes": 0, "bytes_per_item": 0, "bytes_per_unit": per_unit}
+    columns = [column for column in tables.MODELS if column[0] == "PER UNIT"]
+    console = Console(width=80, file=io.StringIO())
+    console.print(tables.table(columns, [{"versions": [{"estimate": estimate}]}]))
+    assert console.file.getvalue().split("\n")[1].strip() == shown  # type: ignore[attr-defined]
+
+
 def test_cells_are_shown_as_they_are() -> None:
     """A reason is text: neither its square brackets nor what stands between colons is taken for markup."""
     said = r"a:M: cannot be imported [bold] :warning: C:\[/]"

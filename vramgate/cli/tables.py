@@ -90,6 +90,11 @@ def _text(value: Any) -> Text:
     return Text("" if value is None else str(value))
 
 
+def _share(nbytes: float) -> str:
+    """A size that may be a part of a byte."""
+    return size(round(nbytes)) if nbytes >= 1024 else f"{nbytes:.4g} B"
+
+
 def _used(card: Document) -> str:
     measured = card["measured"]
     if measured is None:
@@ -164,7 +169,7 @@ MODELS: tuple[Column, ...] = (
     ("UNITS", _newest(lambda version: version["units"])),
     ("RESIDENT", _newest(lambda version: size(version["estimate"]["resident_bytes"]))),
     ("PER ITEM", _newest(lambda version: size(version["estimate"]["bytes_per_item"]))),
-    ("PER UNIT", _newest(lambda version: f"{version['estimate']['bytes_per_unit']:.6g} B")),
+    ("PER UNIT", _newest(lambda version: _share(version["estimate"]["bytes_per_unit"]))),
     ("BATCH", _newest(lambda version: version["max_batch"])),
     ("CARDS", _cards_of),
 )
