@@ -156,12 +156,14 @@ class Exchange:
         """The oldest reports, with their large results stored and their events sent first. Of results that
         could not be stored so many go along as one call may carry.
         """
-        if not self._held.outbox:
+        # Chosen before the flush: what ends during it has events that the flush does not know.
+        due = self._held.outbox[: cards.REPORTS_PER_CALL]
+        if not due:
             return ()
         await self._emitter.flush()
         chosen: list[Report] = []
         carried = 0
-        for report in self._held.outbox[: cards.REPORTS_PER_CALL]:
+        for report in due:
             sent = await self._stored(report)
             carried += len(sent.result or b"")
             if chosen and carried > MOST_CARRIED_BYTES:

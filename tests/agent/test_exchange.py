@@ -156,6 +156,12 @@ class Bench:
             }
         )
 
+    def last_piece(self, batch: Mapping[str, Any]) -> None:
+        """What the child says of the first job of a batch just before it is done."""
+        self.intake.on_event(
+            {"t": "output", "batch": batch["batch"], "item": 0, "data": msgpack.packb("the end")}
+        )
+
     async def state(self, job_id: str, state: str) -> None:
         async def check() -> bool:
             return (await jobs.view(self.store, job_id)).state == state
@@ -462,3 +468,34 @@ async def test_inputs_over_the_inline_limit_are_read(bench: Bench) -> None:
     assert msgpack.unpackb(batch["jobs"][0][1]) == {"x": "y" * 200_000}
     bench.done(batch)
     await bench.state(job, "succeeded")
+
+
+async def test_no_job_is_settled_before_its_last_events(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that ends while the events of another are on their way is not reported ahead of its own."""
+    real: Call = cards.emit
+    is_under_way, may_go_on = asyncio.Event(), asyncio.Event()
+    taken: list[str] = []
+
+    async def emit(*args: Any, job_id: str, **kwargs: Any) -> bool:
+        is_under_way.set()
+        await may_go_on.wait()
+        if is_taken := bool(await real(*args, job_id=job_id, **kwargs)):
+            taken.append(job_id)
+        return is_taken
+
+    monkeypatch.setattr(cards, "emit", emit)
+    first = await bench.submit()
+    first_batch = await bench.batch()
+    second = await bench.submit()
+    await until("the second job is at hand", lambda: bench.held.unreported == 2, patience_s=10)
+    bench.last_piece(first_batch)
+    bench.done(first_batch)
+    await is_under_way.wait()
+    second_batch = await bench.batch(2)
+    bench.last_piece(second_batch)
+    bench.done(second_batch)
+    may_go_on.set()
+    await bench.state(second, "succeeded")
+    assert taken == [first, second]
