@@ -147,7 +147,9 @@ class ChildLife:
         """
         began = time.monotonic()
         crashed = self._kill_reason is None
-        reason = self._kill_reason or await self._cause_of_death(child)
+        reason, is_of_load = (
+            (self._kill_reason, False) if self._kill_reason else await self._cause_of_death(child)
+        )
         name = "child_lost" if crashed else "child_killed"
         log_event(_LOG, name, logging.WARNING, card=self._parts.card, reason=reason)
         baseline = baseline.with_foreign(self._parts.sampler.last)
@@ -170,9 +172,9 @@ class ChildLife:
         await self._wait_for_memory(baseline, pid=child.pid)
         log_event(_LOG, "memory_back", card=self._parts.card, ms=round((time.monotonic() - began) * 1000))
         await self._acknowledged(down)
-        # Jobs that kill their process are counted one by one and become dead letters; that others wait for
-        # them too would only spread the harm.
-        if crashed and not had_work:
+        # Jobs that kill their process are counted one by one and become dead letters, and loads that do are
+        # tried three times; that others wait for them too would only spread the harm.
+        if crashed and not had_work and not is_of_load:
             await self._back_off()
 
     async def _acknowledged(self, down: asyncio.Task[None]) -> None:
@@ -185,12 +187,12 @@ class ChildLife:
         else:
             await end_tasks([down])
 
-    async def _cause_of_death(self, child: ChildProcess) -> str:
-        code = await child.ended()
+    async def _cause_of_death(self, child: ChildProcess) -> tuple[str, bool]:
+        """In words, and whether a load is to blame."""
+        how = describe_exit(await child.ended())
         if child.poisoned is not None:
-            return f"the child's context was broken: {child.poisoned}"
-        self._parts.loader.blame_load(describe_exit(code))
-        return f"the child died of {describe_exit(code)}"
+            return f"the child's context was broken: {child.poisoned}", False
+        return f"the child died of {how}", self._parts.loader.blame_load(how)
 
     async def _wait_for_memory(self, baseline: Baseline, *, pid: int) -> None:
         bound_s = self._parts.settings.agent.release_timeout_s

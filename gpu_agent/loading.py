@@ -33,11 +33,11 @@ class Loader:
         self._answer: asyncio.Future[Mapping[str, Any]] | None = None
 
     async def load_all(self, child: ChildProcess, *, room: Room, stopping: asyncio.Event) -> None:
-        """Load what is neither given up nor waiting for its next try: a load that ended the last child must
-        not be the first thing that the next one does.
+        """Load what has not failed. What has comes with `load_due`, however long this child took to start: a
+        load that ended the last one must not end this one before it has served anybody.
         """
         for model in self._models.all:
-            if model.is_due and child.is_alive and not stopping.is_set():
+            if model.is_due and not model.failures and child.is_alive and not stopping.is_set():
                 await self._load(child, model, room=await room(), stopping=stopping)
 
     async def load_due(self, child: ChildProcess, *, room: Room, stopping: asyncio.Event) -> None:
@@ -82,11 +82,13 @@ class Loader:
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(message)
 
-    def blame_load(self, how: str) -> None:
-        """The child died: of a load, if one was going on."""
+    def blame_load(self, how: str) -> bool:
+        """The child died: of a load, if one was going on. Its model has pauses of its own, and a last try."""
         model, self._loading = self._loading, None
-        if model is not None and model.state == "loading":
-            self._failed(model, f"{model.name}: the child died of {how} during its load", is_final=False)
+        if model is None or model.state != "loading":
+            return False
+        self._failed(model, f"{model.name}: the child died of {how} during its load", is_final=False)
+        return True
 
     async def _load(
         self, child: ChildProcess, model: CardModel, *, room: int, stopping: asyncio.Event

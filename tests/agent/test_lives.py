@@ -33,7 +33,7 @@ class Shadowing(vramgate.Model):
 FATAL = """
 import os, pathlib, signal
 import vramgate
-TRIED = pathlib.Path(__file__).with_name("tried")
+TRIED = pathlib.Path(__file__).with_suffix(".tried")
 class Fatal(vramgate.Model):
     def load(self, ctx):
         if not TRIED.exists():
@@ -93,24 +93,31 @@ async def test_models_that_cannot_be_served_say_why(
     assert outputs(await own_caller.run("echo", "x"))["text"] == "x"
 
 
-async def test_a_load_that_kills_its_process_is_tried_again_later(
+async def test_loads_that_kill_their_process_are_tried_again_later(
     own_caller: Caller, start_agent: Start, tmp_path: Path
 ) -> None:
-    """The next child serves the other models first; the one at fault says when its next try is, and is served
-    once a try succeeds.
+    """The next child serves the other models; those at fault say when their next try is, and are served once
+    one succeeds. However many there are, the card pauses for none of them.
     """
     folder = tmp_path / "agent"
     folder.mkdir()
-    (folder / "fatal.py").write_text(FATAL)
-    models = {"fatal": 'entrypoint = "fatal.py:Fatal"', "echo": 'entrypoint = "models_plain.py:Echo"'}
+    fatal = ("first", "second", "third")
+    models = {}
+    for name in fatal:
+        (folder / f"{name}.py").write_text(FATAL)
+        models[name] = f'entrypoint = "{name}.py:Fatal"'
+    models["echo"] = 'entrypoint = "models_plain.py:Echo"'
     agent = start_agent(folder=folder, models=models)
     await own_caller.ready("echo")
-    reason = (await own_caller.hosted("fatal")).reason or ""
-    assert "SIGKILL" in reason and "during its load (tried again at " in reason
-    assert len(agent.events("child_lost")) == 1
-    await own_caller.ready("echo", "fatal")
-    assert outputs(await own_caller.run("fatal")) == "at last"
-    assert len(agent.events("child_lost")) == 1
+    failed = {event["model"]: event["reason"] for event in agent.events("model_failed")}
+    assert failed.keys() == set(fatal)
+    for reason in failed.values():
+        assert "SIGKILL" in reason and "during its load (tried again at " in reason
+    await own_caller.ready("echo", *fatal)
+    for name in fatal:
+        assert outputs(await own_caller.run(name)) == "at last"
+    assert len(agent.events("child_lost")) == len(fatal)
+    assert not agent.events("child_backoff")
 
 
 async def test_concurrency_one_is_plain_one_at_a_time(own_caller: Caller, start_agent: Start) -> None:
