@@ -153,11 +153,11 @@ class Catalogue:
         if view is None:
             return None
         if "@" in asked:
-            chosen = [model for model in view.versions if model.version == version]
+            chosen = [model for model in _measured(view) if model.version == version]
         else:
             # Loaded is enough: a card that takes nothing now may well be the one that runs the job.
             loaded = {place.version for place in view.cards.values() if place.is_loaded}
-            chosen = [model for model in view.versions if model.version in loaded] or list(view.versions)
+            chosen = [model for model in _measured(view) if model.version in loaded] or _measured(view)
         readers = tuple(reader for model in chosen if (reader := self._reader(model)) is not None)
         if not readers:
             return None
@@ -196,6 +196,11 @@ class Catalogue:
                 "no agent has registered a model in this pool yet, or the ledger has lost its memory",
                 retry_after_s=REGISTER_S,
             )
+        if name in views and not _measured(views[name]):
+            why = self.why_nowhere(name)
+            return NoReadyCard(
+                f"no card has loaded {name} as yet{f'; {why}' if why else ''}", retry_after_s=REGISTER_S
+            )
         if name in views:
             known = ", ".join(model.version for model in views[name].versions)
             return UnknownModel(f"model {name} has no version {version[:64]!r}; there is {known}")
@@ -205,6 +210,13 @@ class Catalogue:
 
 
 HostedReaderKey = tuple[str, str, str, int, float]
+
+
+def _measured(view: ModelView) -> list[HostedModel]:
+    """The versions that some card has loaded. Of the others nobody knows what their inputs are, and a lease
+    reckoned without that would be too small.
+    """
+    return [model for model in view.versions if model.contract]
 
 
 def _names(views: Mapping[str, ModelView]) -> set[str]:

@@ -13,10 +13,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.protocol import BoundedProtocol
 from scheduler import inventory, jobs
+from scheduler.estimates import lease_bytes
 from scheduler.handover import HandedJob, Report
 from scheduler.settings import Settings
 from scheduler.store import Store
-from tests.gateway.conftest import Answerer, Gate, Running, hosted, run_gateway
+from tests.gateway.conftest import SQUARE, Answerer, Gate, Running, hosted, run_gateway
 from tests.ledger.fake_agent import FakeAgent, failed, ok
 from tests.ledger.fake_agent import hosted as ledger_hosted
 from tests.waiting import until
@@ -374,3 +375,27 @@ async def test_a_model_that_fits_nowhere_says_why(http: httpx.AsyncClient, store
     problem = response.json()
     assert (response.status_code, problem["code"]) in ((503, "no_ready_card"), (503, "wait_timeout")), problem
     assert "does not fit" in problem["detail"], problem
+
+
+async def test_nothing_is_stored_for_a_model_of_which_nothing_was_measured(
+    http: httpx.AsyncClient, store: Store
+) -> None:
+    """Until a card has loaded a model, callers are told to come back and why; from then on at once, inputs
+    are checked and memory is leased as the model was measured.
+    """
+    loaded = hosted("late", SQUARE, "height * width")
+    agent = FakeAgent(store, models=(ledger_hosted("late", version="unknown", ready=False),))
+    await agent.register()
+
+    async def ask(inputs: dict[str, object]) -> httpx.Response:
+        return await http.post(
+            "/v1/models/late/infer", json={"inputs": inputs}, headers={"Prefer": "respond-async"}
+        )
+
+    early = await ask({"height": 100, "width": 100})
+    assert (early.status_code, early.json()["code"]) == (503, "no_ready_card")
+    assert "does not fit" in early.json()["detail"] and int(early.headers["retry-after"]) >= 1
+    await agent.beat(models=(loaded,))
+    assert (await ask({"height": "tall", "width": 100})).json()["code"] == "invalid_input"
+    job = (await ask({"height": 100, "width": 100})).json()["id"]
+    assert (await jobs.view(store, job)).lease_bytes == lease_bytes(loaded, 10_000)
