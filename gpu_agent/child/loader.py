@@ -40,7 +40,7 @@ def find_class(entrypoint: str, directories: Sequence[Path]) -> tuple[type[Model
     """
     where, _, name = entrypoint.rpartition(":")
     try:
-        module = _import_file(where, directories) if where.endswith(".py") else importlib.import_module(where)
+        module, version = _import_as_it_is(where, directories)
         found = getattr(module, name, None)
     except LoadFailed:
         raise
@@ -53,7 +53,29 @@ def find_class(entrypoint: str, directories: Sequence[Path]) -> tuple[type[Model
         raise LoadFailed(f"{entrypoint}: {module.__name__} has no {name}", is_final=True)
     if not (isinstance(found, type) and issubclass(found, Model)):
         raise LoadFailed(f"{entrypoint}: {name} is no subclass of vramgate.Model", is_final=True)
-    return found, _file_version(module)
+    return found, version
+
+
+_imported: dict[str, str] = {}
+"""The versions of the files as they were imported, by the modules' names."""
+
+
+def _import_as_it_is(where: str, directories: Sequence[Path]) -> tuple[ModuleType, str]:
+    """A module and the version of its file. One that was edited since an earlier load is imported again: a
+    retry runs what it says that it runs, and meets what was put right.
+    """
+    module = _import(where, directories)
+    version = _file_version(module)
+    if _imported.setdefault(module.__name__, version) != version:
+        sys.modules.pop(module.__name__, None)
+        importlib.invalidate_caches()
+        module = _import(where, directories)
+        version = _imported[module.__name__] = _file_version(module)
+    return module, version
+
+
+def _import(where: str, directories: Sequence[Path]) -> ModuleType:
+    return _import_file(where, directories) if where.endswith(".py") else importlib.import_module(where)
 
 
 def _import_file(where: str, directories: Sequence[Path]) -> ModuleType:

@@ -350,6 +350,24 @@ def test_an_entry_point_is_found_by_module_and_by_file(
     assert first == second and len(first) == 12
 
 
+@pytest.mark.parametrize("entry", ["edited_{}:Thing", "edited_{}.py:Thing"])
+def test_an_edited_file_is_imported_as_it_is_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str
+) -> None:
+    """What is loaded again in the same process is the code of the version that it is published under."""
+    entry = entry.format("file" if ".py" in entry else "module")
+    file = tmp_path / f"{entry.removesuffix(':Thing').removesuffix('.py')}.py"
+    plain = Path("tests/agent/models_plain.py").read_text()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file.write_text(f"{plain}\n\nclass Thing(Echo):\n    max_batch = 2\n")
+    before, first = find_class(entry, [tmp_path])
+    same, again = find_class(entry, [tmp_path])
+    file.write_text(f"{plain}\n\nclass Thing(Echo):\n    max_batch = 32\n")
+    after, second = find_class(entry, [tmp_path])
+    assert same is before and again == first
+    assert (after.max_batch, second != first) == (32, True)
+
+
 def test_a_file_named_like_a_known_module_shadows_nothing(tmp_path: Path) -> None:
     """A model's file called queue.py is served, and the standard library's queue stays what it is."""
     import queue
