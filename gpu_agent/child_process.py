@@ -122,7 +122,8 @@ class ChildProcess:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Queue a message. One to a child that is gone is dropped: its end is being dealt with."""
-        if self._control is not None and self.is_alive:
+        # Its socket ends before its process does, by as long as the kernel takes to free what it held.
+        if self._control is not None and not self._control.is_closing() and self.is_alive:
             self._control.write(pack_frame(message))
 
     async def ended(self) -> int:

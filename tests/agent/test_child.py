@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from gpu_agent.child_process import ChildFailed, ChildProcess, Setup, describe_exit
 from gpu_agent.clock import ServerClock
@@ -46,6 +48,33 @@ async def child(tmp_path: Path) -> AsyncIterator[ChildProcess]:
 async def test_a_child_that_hears_nothing_ends_itself(child: ChildProcess) -> None:
     """Without a message for the watchdog's time the kernel ends the child, whatever its threads do."""
     assert describe_exit(await asyncio.wait_for(child.ended(), 20)) == "signal 14 (SIGALRM)"
+
+
+def test_a_message_to_a_child_whose_socket_has_ended_is_dropped() -> None:
+    """A process that is being torn down has closed its socket and is not gone as yet: what is sent to it
+    then must not end the agent, whose loop refuses to write there.
+    """
+
+    process = subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE, process_group=0)
+
+    async def send_into_nothing() -> None:
+        ours, theirs = socket.socketpair()
+        memory, their_memory = socket.socketpair()
+        child = ChildProcess(process, memory)
+        with their_memory:
+            await child._watch(ours)
+            theirs.close()
+            control = child._control
+            assert control is not None
+            await until("the end of the socket is seen", control.is_closing)
+            for _ in range(3):
+                await asyncio.sleep(0)
+                child.send({"t": "ping"})
+            assert child.is_alive
+            child.kill()
+            await child.ended()
+
+    uvloop.run(send_into_nothing())
 
 
 async def test_a_child_lives_on_messages_and_stops_when_told(tmp_path: Path) -> None:
