@@ -175,18 +175,21 @@ class Intake:
             batch.results[int(message["item"])] = message["data"]
 
     def on_done(self, message: Mapping[str, Any]) -> None:
-        """A batch is over: one report per item."""
-        batch = self._batches.pop(int(message["batch"]), None)
+        """A batch is over: one report per item. Raises ValueError where it says less or more than that."""
+        batch = self._batches.get(int(message["batch"]))
         if batch is None:
             return
-        batch.forget_timers()
-        batch.model.busy.discard(batch.number)
-        self._learn(batch, message)
+        # Read before the batch is taken out: one whose end cannot be understood is left to its clocks.
+        ended = list(zip(batch.jobs, message["items"], strict=True))
         run_ms = int(message["run_ms"])
         # 0: not known. What others allocated meanwhile must not be shown as this batch's own.
         peak = 0 if message["shared"] else int(message["peak"])
+        self._learn(batch, message)
+        del self._batches[batch.number]
+        batch.forget_timers()
+        batch.model.busy.discard(batch.number)
         leased = sum(job.lease_bytes for job in batch.jobs)
-        for index, (job, item) in enumerate(zip(batch.jobs, message["items"], strict=True)):
+        for index, (job, item) in enumerate(ended):
             # Shown, not learned from: what one item of a batch took cannot be told from outside.
             share = peak * job.lease_bytes // leased if leased else peak
             self._report_item(batch, index, job, item, peak=share, run_ms=run_ms)

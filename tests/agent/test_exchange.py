@@ -499,3 +499,19 @@ async def test_no_job_is_settled_before_its_last_events(
     may_go_on.set()
     await bench.state(second, "succeeded")
     assert taken == [first, second]
+
+
+async def test_a_batch_whose_end_is_not_understood_ends_by_its_clock(bench: Bench) -> None:
+    """A child that answers fewer items than it was given is killed when the run has passed its limit: no job
+    stays held for ever.
+    """
+    job_id = await bench.submit(run_timeout_ms=300)
+    batch = await bench.batch()
+    with pytest.raises(ValueError):
+        bench.intake.on_done(
+            {"batch": batch["batch"], "items": [], "run_ms": 1, "peak": 0, "shared": False, "buffers": 0}
+        )
+    await until("the child is to be killed", lambda: bool(bench.kills), patience_s=10)
+    bench.intake.child_ended("killed", detail=bench.kills[0])
+    await bench.state(job_id, "failed")
+    await until("nothing is held", lambda: not bench.held.pairs, patience_s=10)
