@@ -12,7 +12,7 @@ import secrets
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway import body, headers, metrics, rendering
+from gateway import body, headers, jobs, metrics, rendering
 from gateway.body import Body
 from gateway.catalogue import Entry
 from gateway.context import Gateway
@@ -167,4 +167,4 @@ async def _accepted(gateway: Gateway, submitted: Submitted, form: Form, preferen
     extra = {"Location": f"/v1/jobs/{view.id}", "Vary": rendering.VARY}
     if preference.applied:
         extra["Preference-Applied"] = preference.applied
-    return rendering.render_job(view, None, form, status=202, extra=extra)
+    return await jobs.render_job(gateway, view, form, status=202, extra=extra)

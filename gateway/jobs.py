@@ -41,7 +41,7 @@ async def get_job(gateway: Gateway, request: Request) -> Response:
         view = await gateway.ledger.view(job_id, tenant=ANONYMOUS)
         if view.state not in SETTLED:
             await gateway.ledger.unwatch(job_id, client=client)
-    return await _render(gateway, view, form)
+    return await render_job(gateway, view, form)
 
 
 async def delete_job(gateway: Gateway, request: Request) -> Response:
@@ -51,7 +51,7 @@ async def delete_job(gateway: Gateway, request: Request) -> Response:
     if force:
         headers.require_operator(request)
     view = await gateway.ledger.cancel(paths.job_id(request), tenant=ANONYMOUS, force=force)
-    return await _render(gateway, view, form, status=202)
+    return await render_job(gateway, view, form, status=202)
 
 
 async def list_jobs(gateway: Gateway, request: Request) -> Response:
@@ -72,12 +72,20 @@ async def list_jobs(gateway: Gateway, request: Request) -> Response:
     return rendering.render(document, form)
 
 
-async def _render(gateway: Gateway, view: JobView, form: Form, *, status: int = 200) -> Response:
+async def render_job(
+    gateway: Gateway,
+    view: JobView,
+    form: Form,
+    *,
+    status: int = 200,
+    extra: dict[str, str] | None = None,
+) -> Response:
+    """A job, and once it is settled its outcome."""
     outcome: Outcome | None = None
     if view.state in SETTLED:
         outcome = await gateway.ledger.outcome(view.id, tenant=ANONYMOUS)
     size = len(outcome.result or b"") if outcome is not None else 0
-    return await off_loop(size, lambda: rendering.render_job(view, outcome, form, status=status))
+    return await off_loop(size, lambda: rendering.render_job(view, outcome, form, status=status, extra=extra))
 
 
 def _wait_s(text: str | None) -> float:

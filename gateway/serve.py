@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import multiprocessing
@@ -117,8 +118,10 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
         listener.setblocking(False)
     except OSError as error:
+        is_address = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         raise CannotStart(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --port"
+            f"cannot listen on {host}:{port}: {error.strerror or error}; "
+            f"choose another with {'--host' if is_address else '--port'}"
         ) from None
     return listener
 

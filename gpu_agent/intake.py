@@ -309,7 +309,7 @@ class Intake:
     def _report_item(
         self, batch: Batch, index: int, job: HandedJob, item: Sequence[Any], *, peak: int, run_ms: int
     ) -> None:
-        kind, result, code, detail = item
+        kind, result, code, detail, field = item
         result = batch.results.pop(index, result)
         if index in batch.cancelled:
             self._held.report(job, "ended", peak=peak, run_ms=run_ms)
@@ -324,7 +324,7 @@ class Intake:
             text = "the model raised vramgate.Cancelled although nobody had cancelled the job"
             self._held.report(job, "failed", code="model_error", detail=text, peak=peak, run_ms=run_ms)
         else:
-            self._held.report(job, "failed", code=code, detail=detail, peak=peak, run_ms=run_ms)
+            self._held.report(job, "failed", code=code, detail=detail, field=field, peak=peak, run_ms=run_ms)
 
     def _report_overdue(self, job: HandedJob, *, run_ms: int, peak: int = 0) -> None:
         text = f"job {job.job_id}: the run passed its limit of {job.run_timeout_ms / 1000:g} s"

@@ -213,6 +213,8 @@ def _reports(reports: Sequence[Report]) -> tuple[list[dict[str, Any]], list[byte
         if report.detail is not None:
             # What a model raised may hold anything; the script must not meet it after its first write.
             fields["detail"] = str(report.detail)
+        if report.field is not None:
+            fields["field"] = report.field
         if report.is_stored:
             fields["result_bytes"] = report.result_bytes
         elif report.result is not None:

@@ -245,7 +245,7 @@ def _outcome_timing(outcome: Outcome) -> Document:
 
 
 def _view_error(view: JobView) -> errors.Refused | None:
-    return None if view.code is None else _error(view.id, view.code, view.detail, {})
+    return None if view.code is None else _error(view.id, view.code, view.detail, view.data)
 
 
 def _error(job_id: str, code: str, detail: str | None, data: Mapping[str, Any]) -> errors.Refused:

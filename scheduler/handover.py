@@ -30,11 +30,12 @@ OutcomeKind = Literal["succeeded", "failed", "ended", "give_back", "oom", "crash
 class Report:
     """What became of one handed-out job, said by the holder of its lease.
 
-    kind: succeeded (result), failed (code + detail of a final failure), ended (a cancelled or timed-out job
-    is off the card; if the ledger still holds it live, it is requeued), give_back (never started; requeued
-    without a count), oom (requeued alone once, then failed), crashed (alone says whether it ran alone),
-    killed (was in a child that was killed because of others; requeued without a count). result: msgpack; sent
-    inline up to 64 KiB, larger ones are stored by `results.put` first and is_stored is True.
+    kind: succeeded (result), failed (code, detail, and the field of the inputs at fault), ended (a cancelled
+    or timed-out job is off the card; if the ledger still holds it live, it is requeued), give_back (never
+    started; requeued without a count), oom (requeued alone once, then failed), crashed (alone says whether
+    it ran alone), killed (was in a child that was killed because of others; requeued without a count).
+    result: msgpack; sent inline up to 64 KiB, larger ones are stored by `results.put` first and is_stored is
+    True.
     """
 
     job_id: str
@@ -45,6 +46,7 @@ class Report:
     result_bytes: int = 0
     code: str | None = None
     detail: str | None = None
+    field: str | None = None
     peak_bytes: int = 0
     run_ms: int = 0
     alone: bool = False

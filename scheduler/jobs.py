@@ -43,8 +43,18 @@ def outcome_of(job_id: str, record: bytes, result: bytes | None) -> Outcome:
         leased_bytes=int(job["lb"]),
         peak_bytes=int(job["pk"]),
         attempts=int(job["at"]),
-        data={"retry_ms": int(job["ra"])} if "ra" in job else {},
+        data=_data(job),
     )
+
+
+def _data(job: records.Job) -> Mapping[str, Any]:
+    """What a failure says beside its code and detail."""
+    data: dict[str, Any] = {}
+    if "ra" in job:
+        data["retry_ms"] = int(job["ra"])
+    if "fi" in job:
+        data["field"] = job["fi"]
+    return data
 
 
 def _run_ms(job: records.Job, end_ms: int) -> int:
@@ -87,6 +97,7 @@ def _view(told: Mapping[str, Any], record: bytes, now_ms: int) -> JobView:
         losses=int(job.get("ls", 0)),
         code=job.get("co"),
         detail=job.get("er"),
+        data=_data(job),
         has_result=job["s"] == "succeeded" and "rx" not in job,
         events="e:" in named,
     )

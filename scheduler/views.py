@@ -7,8 +7,8 @@ Each is of one instant; how they are written for callers is in `documents`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from scheduler.registration import HostedModel, Sample
 from scheduler.states import State
@@ -56,6 +56,7 @@ class JobView:
     detail: str | None
     has_result: bool
     events: bool
+    data: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

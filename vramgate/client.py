@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import random
 import secrets
 import time
@@ -27,6 +28,8 @@ from urllib.parse import quote
 import httpx
 
 from vramgate import errors
+
+logger = logging.getLogger("vramgate.client")
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_TOTAL_TIMEOUT_S = 100.0
@@ -200,6 +203,7 @@ class AsyncClient:
                 if isinstance(failure, errors.Unreachable):
                     failure.detail += f"; tried for {time.monotonic() - began:.3g} s"
                 raise failure
+            logger.info("%s; asking again in %.1f s", failure.detail, pause_s)
             await asyncio.sleep(pause_s)
 
     async def _try(

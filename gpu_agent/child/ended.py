@@ -10,16 +10,18 @@ from gpu_agent.text import plain_text
 
 WITH_DONE_BYTES = 16 * 2**20
 LONGEST_DETAIL = 4000
+LONGEST_FIELD = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How one item ended. kind: ok (result), failed (code, detail), oom, cancelled."""
+    """How one item ended. kind: ok (result), failed (code, detail, the field at fault), oom, cancelled."""
 
     kind: str
     result: bytes | None = None
     code: str | None = None
     detail: str | None = None
+    field: str | None = None
 
 
 def as_sent(ended: Sequence[Ended]) -> tuple[list[list[Any]], list[tuple[int, bytes]]]:
@@ -37,5 +39,6 @@ def as_sent(ended: Sequence[Ended]) -> tuple[list[list[Any]], list[tuple[int, by
         elif result is not None:
             room -= len(result)
         detail = end.detail and plain_text(end.detail)[:LONGEST_DETAIL]
-        items.append([end.kind, result, end.code, detail])
+        field = end.field and end.field[:LONGEST_FIELD]
+        items.append([end.kind, result, end.code, detail, field])
     return items, apart

@@ -67,6 +67,7 @@ class Hosted:
 class _Failure:
     verdict: Verdict
     text: str
+    field: str | None = None
 
 
 class Activity:
@@ -342,10 +343,11 @@ def _failure_of(error: BaseException, *, device_oom: bool = False) -> _Failure:
     """What a model raised, read. One that cannot even be looked at is the model's error. Never raises."""
     try:
         text = error.detail if isinstance(error, InputError | Cancelled) else describe(error)
-        name = getattr(error, "field", None)
-        if isinstance(error, InputError) and name:
-            text = f"{plain_text(name)}: {text}"
-        return _Failure(classify(error, device_oom=device_oom), plain_text(text))
+        name = getattr(error, "field", None) if isinstance(error, InputError) else None
+        field = plain_text(name) if name else None
+        if field:
+            text = f"{field}: {text}"
+        return _Failure(classify(error, device_oom=device_oom), plain_text(text), field)
     except BaseException:
         return _Failure(Verdict.OOM if device_oom else Verdict.MODEL, type(error).__name__)
 
@@ -353,7 +355,7 @@ def _failure_of(error: BaseException, *, device_oom: bool = False) -> _Failure:
 def _refused(failure: _Failure) -> Ended:
     """The end of an item by what its own inputs or output raised."""
     code = "rejected_by_model" if failure.verdict is Verdict.INPUT else "model_error"
-    return Ended("failed", code=code, detail=failure.text)
+    return Ended("failed", code=code, detail=failure.text, field=failure.field)
 
 
 def _ended_by(failure: _Failure) -> Ended:

@@ -161,7 +161,7 @@ function agent.report(k, r)
       agent.requeue(id, j, 'unheld')
     end
   elseif r.kind == 'failed' then
-    extra.detail = tostring(r.detail or '')
+    extra.detail, extra.field = tostring(r.detail or ''), r.field
     local event = agent.FAILURES[r.code] and r.code or 'internal'
     settle.job(id, j, event == 'internal' and 'failed_inside' or event, extra)
   elseif r.kind == 'oom' then

@@ -11,7 +11,7 @@
 -- More, where it is so:
 --   np times passed, rv card that is reserved for it, cr crashes, ls losses, oo OOM seen, al alone, ab abandoned until
 --   bl waits for the end of its key's former run, nx the job that waits for this one's end
---   co code, er detail, ra when to come back (ms), rx result no longer stored
+--   co code, er detail, fi field of the inputs at fault, ra when to come back (ms), rx result no longer stored
 --   c:<client> = worker ('' for none), v:<client> = worker that watches, e:<client> = worker that watches events
 local job = { loaded = {}, unsaved = {}, told = {}, beside = {} }
 

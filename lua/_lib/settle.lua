@@ -105,6 +105,7 @@ function settle.job(id, j, event, extra)
   if row.code ~= '' then
     job.set(id, j, 'co', row.code)
     job.set(id, j, 'er', string.sub(extra.detail or '', 1, 2000))
+    if extra.field then job.set(id, j, 'fi', extra.field) end
     pool.count('code.' .. row.code)
   end
   if extra.retry_ms then job.set(id, j, 'ra', extra.retry_ms) end

@@ -148,7 +148,7 @@ class Bench:
             {
                 "t": "done",
                 "batch": batch["batch"],
-                "items": [[kind, msgpack.packb(job[0]), None, None] for job in batch["jobs"]],
+                "items": [[kind, msgpack.packb(job[0]), None, None, None] for job in batch["jobs"]],
                 "run_ms": 1,
                 "peak": peak,
                 "shared": shared,
@@ -347,7 +347,7 @@ async def test_a_large_result_passes_a_full_server(bench: Bench, monkeypatch: py
     batch = await bench.batch()
     answer = msgpack.packb("z" * 100_000)
     message = {"batch": batch["batch"], "run_ms": 1, "peak": 0, "shared": True, "buffers": 0}
-    bench.intake.on_done(message | {"t": "done", "items": [["ok", answer, None, None]]})
+    bench.intake.on_done(message | {"t": "done", "items": [["ok", answer, None, None, None]]})
     await bench.state(job, "succeeded")
     outcome = await jobs.outcome(bench.store, job)
     assert outcome is not None and outcome.result == answer
@@ -386,7 +386,7 @@ async def test_results_that_a_full_server_does_not_store_go_call_by_call(
     answers = [msgpack.packb(str(i) * 100_000) for i in range(3)]
     number = batch["batch"]
     bench.intake.on_result({"t": "result", "batch": number, "item": 0, "data": answers[0]})
-    items = [["ok", None if i == 0 else answer, None, None] for i, answer in enumerate(answers)]
+    items = [["ok", None if i == 0 else answer, None, None, None] for i, answer in enumerate(answers)]
     message = {"batch": number, "run_ms": 1, "peak": 0, "shared": True, "buffers": 0}
     bench.intake.on_done(message | {"t": "done", "items": items})
     for job_id, answer in zip(ids, answers, strict=True):

@@ -194,11 +194,11 @@ def test_the_results_of_a_batch_fit_their_messages(monkeypatch: pytest.MonkeyPat
     """Results go with the end of their batch as long as they are small together, the rest by themselves."""
     monkeypatch.setattr("gpu_agent.child.ended.WITH_DONE_BYTES", 10)
     ended = [Ended("ok", result=b"x" * size) for size in (4, 7, 6, 1)]
-    ended.append(Ended("failed", code="model_error", detail="d" * 100_000))
+    ended.append(Ended("failed", code="model_error", detail="d" * 100_000, field="f" * 100_000))
     items, apart = as_sent(ended)
-    assert [result and len(result) for _, result, _, _ in items] == [4, None, 6, None, None]
+    assert [result and len(result) for _, result, *_ in items] == [4, None, 6, None, None]
     assert apart == [(1, b"x" * 7), (3, b"x")]
-    assert len(items[4][3]) < 10_000
+    assert len(items[4][3]) < 10_000 and len(items[4][4]) < 1_000
 
 
 def test_the_first_job_goes_even_when_its_lease_is_too_small_by_now() -> None:

@@ -56,6 +56,8 @@ async def test_every_kind_of_failure_has_its_code(caller: Caller) -> None:
     for (text, (code, detail)), outcome in zip(expected.items(), outcomes, strict=True):
         assert (outcome.code, outcome.state) == (code, "failed"), text
         assert outcome.detail is not None and detail in outcome.detail and "\n" not in outcome.detail, text
+        at_fault = detail.partition(":")[0] if code == "rejected_by_model" else None
+        assert outcome.data.get("field") == at_fault, text
     assert outputs(await caller.run("faulty", "tensor")) == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
 

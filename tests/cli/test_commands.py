@@ -22,6 +22,7 @@ from scheduler.settings import Settings
 from scheduler.store import Store
 from scheduler.views import with_reason
 from tests.ledger.fake_agent import GIB, FakeAgent, failed, ok, request
+from vramgate import errors
 from vramgate.cli import tables, upfile
 from vramgate.cli.exits import DONE, FAILED, INTERRUPTED, MISSING, UNREACHABLE, USAGE
 from vramgate.cli.main import main
@@ -261,6 +262,40 @@ async def test_infer_refuses_what_makes_no_sense(shell: Shell, arguments: list[s
     """Told before anything is sent, as a fault of usage."""
     code, out, err = await shell.run(*arguments, bare=True)
     assert (code, out) == (USAGE, "") and words in err and err.count("\n") == 1
+
+
+async def test_infer_says_why_it_asks_again(shell: Shell) -> None:
+    """A refusal that may pass is one line on stderr while the command goes on; the outputs come all the
+    same.
+    """
+    answers = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal answers
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head, re.I)
+        await reader.readexactly(int(length[1]) if length else 0)
+        answers += head.startswith(b"POST")
+        if head.startswith(b"GET"):
+            status, body = "200 OK", json.dumps({"status": "alive"})
+        elif answers == 1:
+            status, body = "503 Service Unavailable", json.dumps(errors.QueueFull("no place left").problem())
+        else:
+            outcome = {"id": "1", "model": "echo", "version": "1", "outputs": "here"}
+            timing = {"wait_ms": 0, "run_ms": 0, "total_ms": 0}
+            status, body = "200 OK", json.dumps(outcome | {"timing": timing, "vram": {"leased_bytes": 1}})
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n".encode())
+        writer.write(f"Connection: close\r\n\r\n{body}".encode())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        code, out, err = await shell.run(
+            "infer", "echo", "{}", "--url", f"http://127.0.0.1:{port}", bare=True
+        )
+    assert (code, json.loads(out)) == (DONE, "here"), err
+    assert re.fullmatch(r"vramgate: no place left; asking again in \d\.\d s\n", err)
 
 
 async def test_a_typo_in_the_configuration_is_one_line(shell: Shell, tmp_path: Path) -> None:

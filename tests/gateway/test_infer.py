@@ -17,12 +17,13 @@ from scheduler.estimates import lease_bytes
 from scheduler.handover import HandedJob, Report
 from scheduler.settings import Settings
 from scheduler.store import Store
+from scheduler.submissions import SubmitRequest, Submitted
 from tests.gateway.conftest import SQUARE, Answerer, Gate, Running, hosted, run_gateway
 from tests.ledger.fake_agent import FakeAgent, failed, ok
 from tests.ledger.fake_agent import hosted as ledger_hosted
 from tests.waiting import until
 from vramgate import AsyncClient
-from vramgate.errors import InvalidInput
+from vramgate.errors import InputError, InvalidInput
 
 PNG = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00\x00\x00\x02\x00\x00\x00\x03\x08\x02\x00\x00\x00" + b"\0" * 64
 
@@ -224,6 +225,51 @@ async def test_a_failed_run_is_a_problem(
         )
         assert response.headers["x-job-id"] == answerer.seen[0].job_id
     assert len(answerer.seen) == 1
+
+
+async def test_a_refusal_by_the_model_names_the_field(
+    http: httpx.AsyncClient, running: Running, answerer: Answerer
+) -> None:
+    """In the answer, in the job, and in what the client raises."""
+
+    async def refuse(job: HandedJob) -> Report:
+        return replace(failed(job, "rejected_by_model"), field="weights")
+
+    answerer.handler = refuse
+    answer = await http.post("/v1/models/echo/infer", json={"inputs": {}})
+    assert (answer.status_code, answer.json()["field"]) == (422, "weights")
+    job = (await http.get(answer.json()["instance"])).json()
+    assert job["error"]["field"] == "weights"
+    listed = (await http.get("/v1/jobs")).json()["data"]
+    assert listed[0]["error"]["field"] == "weights"
+    async with AsyncClient(running.url) as client:
+        with pytest.raises(InputError) as caught:
+            await client.infer("echo", {})
+    assert caught.value.field == "weights"
+
+
+async def test_a_job_that_is_done_when_it_is_accepted_has_its_result(
+    http: httpx.AsyncClient, running: Running, answerer: Answerer, store: Store
+) -> None:
+    """A quick run may end before the 202 is written; that has the result then, as any look at the job."""
+    submit = running.gateway.ledger.submit
+
+    async def submit_and_wait(request: SubmitRequest) -> Submitted:
+        submitted = await submit(request)
+
+        async def is_settled() -> bool:
+            return (await jobs.view(store, submitted.job_id)).state == "succeeded"
+
+        await until("the job is settled", is_settled)
+        return submitted
+
+    running.gateway.ledger.submit = submit_and_wait  # type: ignore[method-assign]
+    accepted = await http.post(
+        "/v1/models/echo/infer", json={"inputs": {}}, headers={"Prefer": "respond-async"}
+    )
+    assert (accepted.status_code, accepted.json()["state"]) == (202, "succeeded")
+    assert accepted.json()["result"] == "ok"
+    assert accepted.headers["location"] == f"/v1/jobs/{accepted.json()['id']}"
 
 
 async def test_a_wait_over_its_limit_is_503_with_retry_after(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 import mimetypes
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,9 +17,10 @@ import httpx
 import typer
 
 from vramgate.cli import tables
-from vramgate.cli.exits import Misuse, NothingReachable
+from vramgate.cli.exits import Misuse, NothingReachable, tell
 from vramgate.cli.target import ConfigOption, gateway_urls
 from vramgate.client import Answer, AsyncClient
+from vramgate.client import logger as client_logger
 from vramgate.quantities import parse_duration
 
 _PROBE_TIMEOUT_S = 2.0
@@ -74,10 +78,28 @@ def infer(
             )
 
     try:
-        answer = asyncio.run(run())
+        with _retries_told():
+            answer = asyncio.run(run())
     except ValueError as error:
         raise Misuse(str(error)) from None
     tables.print_json(_document(answer) if as_json else answer.outputs)
+
+
+class _Told(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        tell(record.getMessage())
+
+
+@contextlib.contextmanager
+def _retries_told() -> Iterator[None]:
+    """Whoever waits at a terminal is told why it takes so long."""
+    told = _Told()
+    client_logger.setLevel(logging.INFO)
+    client_logger.addHandler(told)
+    try:
+        yield
+    finally:
+        client_logger.removeHandler(told)
 
 
 def _document(answer: Answer) -> dict[str, Any]:

@@ -61,8 +61,12 @@ def exit_code_of(error: Exception) -> int:
 
 def say(error: Exception) -> None:
     """One line on stderr: what happened, to which id, and what to do next."""
-    detail = error.detail if isinstance(error, VramgateError) else f"{type(error).__name__}: {error}"
-    line = " ".join(line.strip() for line in detail.splitlines() if line.strip())
+    tell(error.detail if isinstance(error, VramgateError) else f"{type(error).__name__}: {error}")
+
+
+def tell(text: str) -> None:
+    """One line on stderr."""
+    line = " ".join(line.strip() for line in text.splitlines() if line.strip())
     # What was typed may be shown; what would move the cursor is written out.
     shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
     print(f"vramgate: {shown}", file=sys.stderr)
