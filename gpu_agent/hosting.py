@@ -183,8 +183,10 @@ class CardModels:
         return sum(model.slots for model in self.ready)
 
     def published(self) -> tuple[HostedModel, ...]:
-        """Every model that has been tried; one that was never loaded is not heard of before it is known."""
-        return tuple(m.published() for m in self.all if m.descriptor is not None or m.failures)
+        """Every model of the configuration: who asks for one that is being loaded is told so, and not that
+        there is none.
+        """
+        return tuple(model.published() for model in self.all)
 
     def hear_disputes(self, disputed: Mapping[str, str]) -> None:
         """The ledger's answer to what was published: the models that it does not take, and why. Each change

@@ -44,7 +44,7 @@ end
 function hosting.host(k, m)
   redis.call('ZADD', key('models'), int(NOW), m.name)
   -- A model that was never loaded here says nothing of its inputs: what is known of its version stands.
-  redis.call(m.contract == '' and 'HSETNX' or 'HSET', key('model', m.name), m.version, m.descriptor)
+  if m.contract ~= '' then redis.call('HSET', key('model', m.name), m.version, m.descriptor) end
   -- Since when it is known; no version is named so.
   redis.call('HSETNX', key('model', m.name), '@since', int(NOW))
   redis.call('HSET', key('card', k.id), 'v:' .. m.name, m.version)

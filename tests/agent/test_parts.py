@@ -326,13 +326,14 @@ def test_what_cannot_be_sent_says_where_it_is() -> None:
 # -- loading
 
 
-def test_a_model_that_is_tried_again_stays_known() -> None:
-    """Between its failure and the next one it does not vanish from what the card publishes."""
+def test_a_model_is_published_before_it_was_loaded_and_between_two_tries() -> None:
+    """Who asks for it, or looks at the card, is told that it is being loaded."""
     models = CardModels(load_settings(models={"a": {"entrypoint": "a:A"}}), uuid="u", name="n")
-    assert not models.published()
+    being_loaded = [("a", False, "it is being loaded")]
+    assert [(m.name, m.ready, m.reason) for m in models.published()] == being_loaded
     models["a"].load_failed("there are no weights", is_final=False)
     models["a"].state, models["a"].reason = "loading", None
-    assert [(m.name, m.ready, m.reason) for m in models.published()] == [("a", False, "it is being loaded")]
+    assert [(m.name, m.ready, m.reason) for m in models.published()] == being_loaded
 
 
 def test_an_entry_point_is_found_by_module_and_by_file(

@@ -61,3 +61,16 @@ async def test_a_model_is_not_ready_on_a_card_that_is_down_or_lost(tuned: Tuned)
     assert not ready and str(card["reason"]).startswith("the card is lost: ")
     (other,) = [view for view in await inventory.models(store) if view.name == "other"]
     assert [card["reason"] for card in documents.model_document(other)["cards"]] == ["does not fit"] * 2
+
+
+async def test_a_version_is_known_once_a_card_has_loaded_it(store: Store) -> None:
+    """A model that is being loaded is known by its name and its cards; nothing stays of the time before."""
+    agent = FakeAgent(store, models=(hosted(version="unknown", ready=False),))
+    await agent.register()
+    ready, (place,) = await _shown(store)
+    assert (ready, place["reason"]) == (False, "does not fit")
+    (view,) = await inventory.models(store)
+    assert view.versions == ()
+    await agent.beat(models=(hosted(version="v7"),))
+    (view,) = await inventory.models(store)
+    assert [model.version for model in view.versions] == ["v7"]
