@@ -8,7 +8,6 @@ model (`gateway.validation`).
 from __future__ import annotations
 
 import asyncio
-import difflib
 import functools
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
 from gateway import headers
+from gateway.hints import did_you_mean
 from gateway.options import Options, read_options, read_query
 from gateway.parsing import Allowance, count_values, parse_json, parse_msgpack
 from gateway.problems import BODY_BYTES, BODY_READ
@@ -141,8 +141,7 @@ def _open_envelope(document: Any) -> tuple[dict[str, Any], Options]:
         raise InvalidInput(f'the body must be an object {{"inputs": {{...}}}}, got {_json_name(document)}')
     for name in document:
         if name not in _ENVELOPE:
-            near = difflib.get_close_matches(name[:80], _ENVELOPE, 1, 0.5)
-            hint = f"did you mean {near[0]}?" if near else 'there are "inputs" and "options"'
+            hint = did_you_mean(name, _ENVELOPE, otherwise='there are "inputs" and "options"')
             raise InvalidInput(f"unknown member {name[:80]!r} of the body; {hint}", field=name[:80])
     inputs = document.get("inputs")
     if not isinstance(inputs, dict):

@@ -11,7 +11,6 @@ back then: 404 is for a model that this worker has not known lately either, in a
 from __future__ import annotations
 
 import asyncio
-import difflib
 import logging
 import time
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.body import Body
+from gateway.hints import did_you_mean
 from gateway.ledger import Ledger
 from gateway.validation import InputReader
 from scheduler import estimates
@@ -204,8 +204,7 @@ class Catalogue:
         if name in views:
             known = ", ".join(model.version for model in views[name].versions)
             return UnknownModel(f"model {name} has no version {version[:64]!r}; there is {known}")
-        near = difflib.get_close_matches(name[:80], views, 1, 0.6)
-        hint = f"did you mean {near[0]}?" if near else "GET /v1/models lists those that are known"
+        hint = did_you_mean(name, views, otherwise="GET /v1/models lists those that are known")
         return UnknownModel(f"no agent has served {name[:64]!r} lately; {hint}")
 
 

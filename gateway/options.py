@@ -6,13 +6,13 @@ which are settings.
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
+from gateway.hints import did_you_mean
 from scheduler.expectation import expected
 from scheduler.settings import ClockSettings
 from vramgate.errors import InvalidInput, Refused
@@ -101,9 +101,9 @@ def _explain(error: ValidationError) -> Refused:
     first = error.errors(include_url=False)[0]
     name = ".".join(str(part) for part in first["loc"]) or "options"
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name[:80], Options.model_fields, 1, 0.5)
-        known = f"did you mean {near[0]}?" if near else f"there are {', '.join(Options.model_fields)}"
-        return InvalidInput(f"unknown option {name[:80]!r}; {known}", field=f"options.{name[:80]}")
+        known = Options.model_fields
+        hint = did_you_mean(name, known, otherwise=f"there are {', '.join(known)}")
+        return InvalidInput(f"unknown option {name[:80]!r}; {hint}", field=f"options.{name[:80]}")
     shown = repr(first.get("input"))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     if first["type"] == "value_error":

@@ -5,12 +5,12 @@ Does not own: what their values mean (each route), or the options of an infer ca
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Collection
 
 from starlette.requests import Request
 
+from gateway.hints import did_you_mean
 from vramgate.errors import InvalidInput
 
 
@@ -20,13 +20,13 @@ def check_names(request: Request, known: Collection[str]) -> None:
     for name, times in counts.items():
         shown = name[:80]
         if name not in known:
-            raise InvalidInput(f"unknown query parameter {shown!r}; {_hint(shown, known)}", field=shown)
+            raise InvalidInput(
+                f"unknown query parameter {shown!r}; {did_you_mean(name, known, otherwise=_listed(known))}",
+                field=shown,
+            )
         if times > 1:
             raise InvalidInput(f"query parameter {shown!r} is given {times} times", field=shown)
 
 
-def _hint(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1, 0.5)
-    if near:
-        return f"did you mean {near[0]}?"
+def _listed(known: Collection[str]) -> str:
     return f"there are {', '.join(known)}" if known else "this route has none"

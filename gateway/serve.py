@@ -301,7 +301,8 @@ class Parent:
         was_healthy = time.monotonic() - self._born[slot] > HEALTHY_S
         pause_s = RESPAWN_S if was_healthy else min(MAX_RESPAWN_S, 2 * self._pause_s.get(slot, RESPAWN_S / 2))
         self._pause_s[slot] = pause_s
-        time.sleep(pause_s)
+        # A signal ends the pause, so that nobody who ends this gateway waits for it.
+        wait_for_any([self._signal_read], pause_s)
         self._start(slot)
 
     def _pass_on(self, number: int, _: object) -> None:

@@ -323,3 +323,35 @@ async def test_an_end_that_comes_while_workers_start_is_the_end(
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+LONG_PAUSE = """
+import sys
+from gateway import serve
+from gateway.__main__ import main
+
+serve.RESPAWN_S, serve.HEALTHY_S = 3600.0, 0.0
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+async def test_an_end_is_not_kept_waiting_by_the_pause_before_a_restart(
+    settings: Settings, store: Store
+) -> None:
+    """While the parent waits before it replaces a worker that died, SIGTERM ends it all the same."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", LONG_PAUSE, *options(settings, workers=2)),
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    service = Service(process)
+    service.reading = asyncio.create_task(service.collect())
+    try:
+        await until("all workers are there", lambda: len(service.said("store_answers")) == 2)
+        os.kill(service.workers()[0], signal.SIGKILL)
+        await until("its death is seen", lambda: bool(service.said("gateway_worker_died")))
+        assert await service.end() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
